@@ -62,7 +62,7 @@ async fn main() -> Result<()> {
     }
     print!("{}", controller.run(&["hosts"]).await?);
 
-    step("A rollout whose gate fails: the canary is changed and taken back");
+    step("A rollout whose gate fails: the canary is changed, and its change is undone");
     controller.plan_and_start("wrong", "false").await?;
     controller.watch("wrong", "aborted").await?;
     let why = controller.run(&["explain", "wrong", "web-1"]).await?;
@@ -185,7 +185,7 @@ impl Controller {
         let spec = format!(
             "title: The demo's branch\n\
              selector: {{guests: [\"web-*\"]}}\n\
-             ops: [{{op: enable, keys: [{KEY}]}}]\n\
+             claims: [{{want: on, keys: [{KEY}]}}]\n\
              waves: [{{name: canary, size: 1, bake: 1s}}, {{name: all, size: rest}}]\n\
              spread_over: rack\n\
              gates: [{{command: [\"{gate}\"], on_failure: abort}}]\n"

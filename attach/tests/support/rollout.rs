@@ -115,7 +115,7 @@ impl<'a> Controller<'a> {
     fn start_rollout(&self, name: &str, gate: &Path) {
         let spec = format!(
             "selector: {{kernel_release: \"6.*-amd64\"}}\n\
-             ops: [{{op: enable, keys: [\"{KEYS}\"]}}]\n\
+             claims: [{{want: on, keys: [\"{KEYS}\"]}}]\n\
              waves: [{{size: rest}}]\n\
              gates: [{{command: [{:?}], timeout: 5m, on_failure: abort}}]\n",
             gate.display().to_string()

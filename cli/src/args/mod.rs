@@ -28,7 +28,7 @@ Exit codes:
   0    done
   1    error
   2    usage: the command line or a file given with it is wrong
-  3    partly done: some guests failed, or some events or keys are not as wanted
+  3    partly done: some guests failed, or some guests, events or keys are not as wanted
   4    drift: guests differ from the state that a rollout set
   5    a gate of the guest stayed closed; try again
   124  timeout";

@@ -135,7 +135,7 @@ fn claim(word: &str) -> Result<v1::KeyClaim, Failure> {
     Ok(v1::KeyClaim {
         key: key.to_owned(),
         want: want.into(),
-        ..Default::default()
+        ..v1::KeyClaim::default()
     })
 }
 

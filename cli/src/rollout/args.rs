@@ -25,7 +25,7 @@ pub struct RolloutArgs {
 
 #[derive(Debug, Subcommand)]
 pub enum RolloutCommand {
-    /// Prepare a change on every guest that a spec selects, and show the plan.
+    /// Plan a change of every guest that a spec selects, and show the plan. This changes nothing.
     Plan {
         /// The spec, in YAML; `-` reads standard input.
         spec: PathBuf,
@@ -50,7 +50,7 @@ pub enum RolloutCommand {
         #[arg(add = complete::rollouts())]
         rollout: String,
     },
-    /// Continue, and retry failed changes that can be retried.
+    /// Continue, and wait again for the guests that are not yet as wanted.
     Resume {
         #[arg(add = complete::rollouts())]
         rollout: String,
@@ -60,15 +60,26 @@ pub enum RolloutCommand {
         #[arg(add = complete::rollouts())]
         rollout: String,
     },
-    /// End the rollout and roll back all its changes.
+    /// End the rollout and undo all its changes. It has ended when each guest has confirmed this.
     Abort {
         #[arg(add = complete::rollouts())]
         rollout: String,
     },
-    /// Roll back all changes of a rollout.
+    /// Undo all changes of a rollout. The undo ends when each guest has confirmed this.
     Undo {
         #[arg(add = complete::rollouts())]
         rollout: String,
+    },
+    /// Give up a guest that is being changed, not yet as wanted, or being released. The rollout
+    /// does not wait for the guest any more, and sends it nothing. The guest may keep the change.
+    Forget {
+        #[arg(add = complete::rollouts())]
+        rollout: String,
+        /// The name of the guest.
+        name: String,
+        /// Host of the guest; needed if several hosts have a guest of this name.
+        #[arg(long, default_value = "")]
+        host: String,
     },
     /// Delete a rollout that is over and whose changes no guest has. The controller first writes it
     /// to a file in its --archive folder.
@@ -83,7 +94,7 @@ pub enum RolloutCommand {
     Explain {
         #[arg(add = complete::rollouts())]
         rollout: String,
-        /// The guest.
+        /// The name of the guest.
         name: String,
         /// Host of the guest; needed if several hosts have a guest of this name.
         #[arg(long, default_value = "")]

@@ -187,6 +187,18 @@ impl Controller {
             RolloutCommand::Promote { rollout } => step!(promote, PromoteRequest { rollout }),
             RolloutCommand::Abort { rollout } => step!(abort, AbortRequest { rollout }),
             RolloutCommand::Undo { rollout } => step!(undo, UndoRequest { rollout }),
+            RolloutCommand::Forget {
+                rollout,
+                name: guest,
+                host,
+            } => step!(
+                forget,
+                ForgetRequest {
+                    rollout,
+                    host,
+                    guest
+                }
+            ),
             RolloutCommand::Plan { .. }
             | RolloutCommand::Status { .. }
             | RolloutCommand::Explain { .. }
@@ -213,8 +225,12 @@ impl Controller {
         let mut changes = client.watch(request).await.map_err(failed)?.into_inner();
         let mut last = view::Rollout::default();
         while let Some(change) = changes.message().await.map_err(failed)? {
-            last = change.rollout.unwrap_or_default().into();
-            print_streamed(output, &last)?;
+            let next = view::Rollout::from(change.rollout.unwrap_or_default());
+            // The controller also reports changes that are not shown.
+            if next != last {
+                last = next;
+                print_streamed(output, &last)?;
+            }
         }
         partly(&last)
     }
@@ -257,9 +273,13 @@ impl Controller {
         match left.count() {
             0 => Ok(()),
             count => {
-                let next = match is_report {
-                    true => "; change them with --fix, or take them as they are with --adopt",
-                    false => "",
+                let next = match (is_report, drift.phase.as_str()) {
+                    (true, "paused") => {
+                        "; accept them with --adopt, or resume the rollout and then change them \
+                         with --fix"
+                    }
+                    (true, _) => "; change them with --fix, or accept them with --adopt",
+                    (false, _) => "",
                 };
                 let message = format!("{count} differences from the rollout{next}");
                 Err(Failure::new(DRIFT, message))
@@ -309,20 +329,39 @@ fn read(path: &Path, name: Option<String>) -> Result<v1::PlanRequest, Failure> {
     Ok(v1::PlanRequest { spec, rollout })
 }
 
-/// Fails with exit code 3 if guests failed, or were not rolled back.
+/// Fails with exit code 3 if guests are not yet as wanted, or could not be released so far.
+/// Forgotten guests do not count.
 fn partly(rollout: &view::Rollout) -> Result<(), Failure> {
-    let failed: u32 = rollout.waves.iter().map(|wave| wave.failed).sum();
-    match failed {
-        0 => Ok(()),
-        _ => Err(Failure::new(
-            PARTLY,
-            format!(
-                "{} failed; see `patchbay rollout explain {} GUEST`",
-                counted(failed.into(), "guest"),
-                rollout.name
-            ),
-        )),
+    let not_yet: u32 = rollout.waves.iter().map(|wave| wave.not_yet).sum();
+    let is_held_up = |guest: &&view::RolloutGuest| guest.is_releasing() && guest.is_late();
+    let held_up = rollout.guests.iter().filter(is_held_up).count();
+    let mut parts = Vec::new();
+    if not_yet > 0 {
+        parts.push(format!(
+            "{} not yet as wanted",
+            are(not_yet.into(), "guest")
+        ));
     }
+    if held_up > 0 {
+        parts.push(format!("{} not yet released", are(held_up as u64, "guest")));
+    }
+    if parts.is_empty() {
+        return Ok(());
+    }
+    let (parts, name) = (parts.join(", and "), &rollout.name);
+    Err(Failure::new(
+        PARTLY,
+        format!(
+            "{parts}; `patchbay rollout explain {name} GUEST` says why, and `patchbay rollout \
+             forget {name} GUEST` gives a guest up"
+        ),
+    ))
+}
+
+/// Returns the number of things as the subject of a sentence.
+fn are(count: u64, noun: &str) -> String {
+    let verb = if count == 1 { "is" } else { "are" };
+    format!("{} {verb}", counted(count, noun))
 }
 
 fn failed(status: Status) -> Failure {

@@ -5,12 +5,16 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use super::view::{
-    Deleted, DriftReport, Explanation, Host, ReviewedRollout, Rollout, UNREADABLE, Wave,
+    Deleted, DriftReport, Explanation, Host, ReviewedRollout, Rollout, RolloutGuest, UNREADABLE,
+    Wave,
 };
 use crate::print::{Printable, Rows, counted, or_dash};
+use crate::view::time;
 
 /// The number of tracepoints that are shown. JSON has all of them.
 const SHOWN_TRACEPOINTS: usize = 20;
+/// The maximum number of guests that are listed with the reason why the rollout waits for them.
+const SHOWN_GUESTS: usize = 20;
 
 fn head(rollout: &Rollout) -> String {
     let message = match rollout.message.as_str() {
@@ -28,19 +32,49 @@ fn guests_on_hosts(wave: &Wave) -> String {
     )
 }
 
+/// Returns the progress of a wave in one line.
+fn progress(wave: &Wave, guests: &[&RolloutGuest]) -> String {
+    let mut text = format!(
+        "  wave {}: {} of {} as wanted, {} not yet",
+        wave.name,
+        wave.as_wanted,
+        guests_on_hosts(wave),
+        wave.not_yet
+    );
+    let count = |is: fn(&RolloutGuest) -> bool| guests.iter().filter(|guest| is(guest)).count();
+    for (count, what) in [
+        (count(RolloutGuest::is_releasing), "being released"),
+        (wave.released as usize, "released"),
+        (count(RolloutGuest::is_forgotten), "forgotten"),
+    ] {
+        if count > 0 {
+            let _ = write!(text, ", {count} {what}");
+        }
+    }
+    if let Some(seconds) = wave.bakes_until {
+        let until = prost_types::Timestamp { seconds, nanos: 0 };
+        let _ = write!(text, "; it bakes until {}", time(Some(until)));
+    }
+    text
+}
+
 impl Printable for Rollout {
     fn table(&self) -> String {
         let mut text = head(self);
-        for wave in &self.waves {
-            let _ = writeln!(
-                text,
-                "  wave {}: {} of {} changed, {} failed, {} rolled back",
-                wave.name,
-                wave.committed,
-                guests_on_hosts(wave),
-                wave.failed,
-                wave.reverted
-            );
+        for (index, wave) in self.waves.iter().enumerate() {
+            let is_its = |guest: &&RolloutGuest| guest.wave as usize == index;
+            let guests: Vec<&RolloutGuest> = self.guests.iter().filter(is_its).collect();
+            let _ = writeln!(text, "{}", progress(wave, &guests));
+        }
+        let waits_for = self.guests.iter().filter(|guest| guest.is_late());
+        for guest in waits_for.clone().take(SHOWN_GUESTS) {
+            let (phase, name, host, why) =
+                (&guest.phase, &guest.guest, &guest.host, &guest.message);
+            let _ = writeln!(text, "  {phase}: {name} on {host}: {why}");
+        }
+        let more = waits_for.skip(SHOWN_GUESTS).count();
+        if more > 0 {
+            let _ = writeln!(text, "  and {more} more");
         }
         text
     }
@@ -96,6 +130,15 @@ impl Printable for ReviewedRollout {
             let _ = writeln!(text, "  not touched: {name} on {host}: {why}");
         }
         let (name, digest) = (&rollout.name, &rollout.digest);
+        // A repeated plan returns the rollout that the first one made, in its present phase.
+        if rollout.phase != "planned" {
+            let phase = &rollout.phase;
+            let _ = writeln!(
+                text,
+                "it was planned before and is {phase}; to plan the spec again, give another --name"
+            );
+            return text;
+        }
         if rollout.approvals_needed > 1 {
             let others = rollout.approvals_needed - 1;
             let _ = writeln!(
@@ -117,14 +160,14 @@ impl Printable for ReviewedRollout {
 
 impl Printable for Vec<Rollout> {
     fn rows(&self) -> Rows {
-        let mut rows = Rows::new(&["NAME", "PHASE", "CHANGED", "FAILED", "TITLE"]);
+        let mut rows = Rows::new(&["NAME", "PHASE", "AS WANTED", "NOT YET", "TITLE"]);
         for rollout in self {
             let sum = |count: fn(&Wave) -> u32| rollout.waves.iter().map(count).sum::<u32>();
             rows.push([
                 rollout.name.clone(),
                 rollout.phase.clone(),
-                format!("{}/{}", sum(|wave| wave.committed), sum(|wave| wave.guests)),
-                sum(|wave| wave.failed).to_string(),
+                format!("{}/{}", sum(|wave| wave.as_wanted), sum(|wave| wave.guests)),
+                sum(|wave| wave.not_yet).to_string(),
                 or_dash(&rollout.title).to_owned(),
             ]);
         }
@@ -191,9 +234,14 @@ impl Printable for DriftReport {
 
     fn footer(&self) -> String {
         let compared = counted(self.compared.into(), "guest");
-        match self.drifts.is_empty() {
-            true => format!("{compared} compared: as the rollout wants them\n"),
-            false => format!("{compared} compared\n"),
+        let others = self.guests.saturating_sub(self.compared);
+        match (self.drifts.is_empty(), others) {
+            (false, _) => format!("{compared} compared\n"),
+            (true, 0) => format!("{compared} compared: as the rollout wants them\n"),
+            (true, others) => format!(
+                "{compared} compared: as the rollout wants them; {others} more are not changed \
+                 yet, or are released, adopted or forgotten\n"
+            ),
         }
     }
 

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use patchbay_proto::fleet::v1;
 use serde::Serialize;
 
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Default, PartialEq, Serialize)]
 pub struct Rollout {
     pub name: String,
     pub title: String,
@@ -27,14 +27,14 @@ pub struct Rollout {
 #[serde(transparent)]
 pub struct ReviewedRollout(pub Rollout);
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, PartialEq, Serialize)]
 pub struct Wave {
     pub name: String,
     pub guests: u32,
     pub hosts: u32,
-    pub committed: u32,
-    pub failed: u32,
-    pub reverted: u32,
+    pub as_wanted: u32,
+    pub not_yet: u32,
+    pub released: u32,
     pub keys: u64,
     pub sites: u64,
     pub predicted_pause_us: u64,
@@ -43,7 +43,7 @@ pub struct Wave {
     pub bakes_until: Option<i64>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, PartialEq, Serialize)]
 pub struct RolloutGuest {
     pub host: String,
     pub guest: String,
@@ -58,7 +58,24 @@ pub struct RolloutGuest {
     pub tracepoints: Vec<String>,
 }
 
-#[derive(Debug, Serialize)]
+impl RolloutGuest {
+    /// Returns whether the rollout waits until the guest confirms that the claims have ended.
+    pub fn is_releasing(&self) -> bool {
+        self.phase == "releasing"
+    }
+
+    /// Returns whether an attempt to change or release the guest has failed. The message says why.
+    pub fn is_late(&self) -> bool {
+        self.phase == "not yet" || self.is_releasing() && !self.message.is_empty()
+    }
+
+    /// Returns whether a person has given the guest up.
+    pub fn is_forgotten(&self) -> bool {
+        self.phase == "forgotten"
+    }
+}
+
+#[derive(Debug, PartialEq, Serialize)]
 pub struct TimelineEntry {
     /// The time, in seconds since the epoch.
     pub time: i64,
@@ -83,6 +100,11 @@ pub struct Deleted {
 
 #[derive(Debug, Serialize)]
 pub struct DriftReport {
+    /// The phase of the rollout.
+    pub phase: String,
+    /// The number of guests in the rollout's waves.
+    pub guests: u32,
+    /// The number of guests that were as wanted, and were therefore compared.
     pub compared: u32,
     pub drifts: Vec<Drift>,
 }
@@ -157,9 +179,9 @@ impl From<v1::Wave> for Wave {
             name: wave.name,
             guests: wave.guests,
             hosts: wave.hosts,
-            committed: wave.committed,
-            failed: wave.failed,
-            reverted: wave.reverted,
+            as_wanted: wave.as_wanted,
+            not_yet: wave.not_yet,
+            released: wave.released,
             keys: wave.keys,
             sites: wave.sites,
             predicted_pause_us: micros(wave.predicted_pause.unwrap_or_default()),
@@ -214,7 +236,10 @@ impl From<v1::DriftResponse> for DriftReport {
             actual: drift.actual,
             left: drift.left,
         };
+        let rollout = answer.rollout.unwrap_or_default();
         Self {
+            phase: word(rollout.phase().as_str_name(), "PHASE_"),
+            guests: rollout.waves.iter().map(|wave| wave.guests).sum(),
             compared: answer.compared,
             drifts: answer.drifts.into_iter().map(drift).collect(),
         }

@@ -80,7 +80,7 @@ impl FakeFleet {
 }
 
 const SPEC: &str =
-    "selector: {guests: [\"*\"]}\nops: [{op: enable, keys: [alpha]}]\nwaves: [{size: rest}]\n";
+    "selector: {guests: [\"*\"]}\nclaims: [{want: on, keys: [alpha]}]\nwaves: [{size: rest}]\n";
 
 #[test]
 fn a_rollout_from_its_plan_to_its_end() {
@@ -114,6 +114,10 @@ fn a_rollout_from_its_plan_to_its_end() {
     run(&["start", "two", "--digest", digest]);
     let watched = run(&["status", "two", "--watch"]);
     assert!(watched.contains("two is completed"), "{watched}");
+    assert!(
+        watched.contains("wave 1: 1 of 1 guest on 1 host as wanted, 0 not yet"),
+        "{watched}"
+    );
     assert_eq!(fleet.lab.guest.count("alpha"), 1);
     assert_eq!(run(&["list", "-o", "name"]), "two\nnet\n");
     let hosts = run(&["hosts"]);
@@ -123,8 +127,17 @@ fn a_rollout_from_its_plan_to_its_end() {
     );
     let said = fleet.fails(1, &fleet.words(&["delete", "two"]));
     assert!(said.contains("1 guests of rollout two"), "{said}");
+    let again = run(&["plan", &spec]);
+    assert!(
+        again.contains("is completed; to plan the spec again") && !again.contains("start it with"),
+        "{again}"
+    );
     run(&["undo", "two"]);
-    run(&["status", "two", "--watch"]);
+    let watched = run(&["status", "two", "--watch"]);
+    assert!(
+        watched.contains("two is undone") && watched.contains("1 released"),
+        "{watched}"
+    );
     assert_eq!(fleet.lab.guest.count("alpha"), 0);
     let deleted = run(&["delete", "two"]);
     assert!(
@@ -132,6 +145,70 @@ fn a_rollout_from_its_plan_to_its_end() {
         "{deleted}"
     );
     assert_eq!(run(&["list", "-o", "name"]), "net\n");
+}
+
+#[test]
+fn a_status_says_until_when_a_wave_bakes() {
+    let fleet = FakeFleet::new();
+    let spec = SPEC.replace("size: rest", "size: rest, bake: 1h");
+    let spec = fleet.spec("net.yaml", &spec);
+    let planned = fleet.json(&fleet.words(&["plan", &spec]));
+    let digest = planned["digest"].as_str().expect("a digest");
+    fleet.ok(&fleet.words(&["start", "net", "--digest", digest]));
+    let mut watch = fleet.follow(&fleet.words(&["status", "net", "--watch"]));
+    let mut lines = std::iter::repeat_with(|| watch.line()).take(100);
+    let line = lines.find(|line| line.contains("bakes"));
+    let (_, until) = line
+        .as_deref()
+        .and_then(|line| line.split_once("; it bakes until "))
+        .expect("a time");
+    assert!(until.starts_with("20") && until.ends_with('Z'), "{until}");
+    watch.end();
+}
+
+/// Checks a guest with a key that the rollout wants off and a person's hold keeps on.
+#[test]
+fn a_guest_that_is_not_as_wanted_yet_is_forgotten() {
+    let fleet = FakeFleet::new();
+    fleet.ok(&["keys", "claim", "set", "person", "alpha=on"]);
+    let spec = fleet.spec("net.yaml", &SPEC.replace("want: on", "want: off"));
+    let planned = fleet.json(&fleet.words(&["plan", &spec]));
+    let digest = planned["digest"].as_str().expect("a digest");
+    let said = fleet.fails(1, &fleet.words(&["forget", "net", "test"]));
+    assert!(
+        said.contains("the rollout does not wait for guest test on here"),
+        "{said}"
+    );
+    fleet.ok(&["keys", "inc", "alpha"]);
+    fleet.ok(&fleet.words(&["start", "net", "--digest", digest]));
+    let (out, said, code) = fleet.all(&fleet.words(&["status", "net", "--watch"]));
+    assert_eq!(code, Some(3), "{out}{said}");
+    assert!(out.contains("net is completed"), "{out}");
+    assert!(
+        out.contains("wave 1: 0 of 1 guest on 1 host as wanted, 1 not yet"),
+        "{out}"
+    );
+    assert!(
+        said.contains("1 guest is not yet as wanted") && said.contains("rollout forget net GUEST"),
+        "{said}"
+    );
+    assert_eq!(fleet.lab.guest.count("alpha"), 1);
+    fleet.ok(&fleet.words(&["forget", "net", "test", "--host", "here"]));
+    let shown = fleet.ok(&fleet.words(&["status", "net"]));
+    assert!(shown.contains("0 not yet, 1 forgotten"), "{shown}");
+    let why = fleet.ok(&fleet.words(&["explain", "net", "test"]));
+    assert!(why.contains("given it up"), "{why}");
+    let drift = fleet.ok(&fleet.words(&["drift", "net"]));
+    assert!(
+        drift.contains("0 guests compared: as the rollout wants them; 1 more"),
+        "{drift}"
+    );
+    fleet.ok(&fleet.words(&["undo", "net"]));
+    let ended = fleet.ok(&fleet.words(&["status", "net", "--watch"]));
+    assert!(
+        ended.contains("net is undone") && ended.contains("1 forgotten guests"),
+        "{ended}"
+    );
 }
 
 #[test]
@@ -190,7 +267,11 @@ fn a_rollout_is_of_the_trace_that_planned_it() {
     fleet.ok(&fleet.words(&["start", "net", "--digest", digest]));
     fleet.ok(&fleet.words(&["status", "net", "--watch"]));
     let audit = fleet.lab.audit();
-    assert_eq!(audit.len(), 2, "{audit:?}");
+    let events: Vec<&str> = audit
+        .iter()
+        .filter_map(|line| line["event"].as_str())
+        .collect();
+    assert_eq!(events, ["claims", "intent", "outcome"], "{audit:?}");
     for line in audit {
         assert_eq!(line["trace_id"], TRACE, "{line}");
     }
@@ -302,6 +383,10 @@ fn what_is_wrong_is_said_in_one_sentence() {
         said.contains("bake.yaml: line 3") && said.contains("10s"),
         "{said}"
     );
+    let ops = SPEC.replace("claims: [{want: on,", "ops: [{op: enable,");
+    let ops = fleet.spec("ops.yaml", &ops);
+    let said = fails(2, &["plan", &ops]);
+    assert!(said.contains("`ops` is replaced by `claims`"), "{said}");
     let said = fails(2, &["plan", &empty]);
     assert!(
         said.contains("line 1") && said.contains("empty selector"),
@@ -330,8 +415,12 @@ fn what_is_wrong_is_said_in_one_sentence() {
         let said = fails(1, &[verb, "nte"]);
         assert!(said.contains("no rollout \"nte\""), "{said}");
     }
-    let said = fails(1, &["explain", "net", "tset"]);
-    assert!(said.contains("does not select a guest \"tset\""), "{said}");
+    for verb in ["explain", "forget"] {
+        let said = fails(1, &[verb, "nte", "test"]);
+        assert!(said.contains("no rollout \"nte\""), "{said}");
+        let said = fails(1, &[verb, "net", "tset"]);
+        assert!(said.contains("does not select a guest \"tset\""), "{said}");
+    }
     let said = fails(1, &["list", "--fleet-socket", "/nowhere.sock"]);
     assert!(
         said.contains("no controller answers on /nowhere.sock"),

@@ -108,6 +108,7 @@ fn every_verb_ends_with_2_for_a_wrong_value() {
         &["inspect", "/bin/sh", "--debug-file", "/nonexistent"],
         &["rollout", "plan", "/nonexistent.yaml"],
         &["rollout", "explain", "r"],
+        &["rollout", "forget", "r"],
         &["completion", "tcsh"],
     ];
     let mut ended_otherwise = vec![];

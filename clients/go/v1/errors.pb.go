@@ -137,8 +137,9 @@ const (
 	ErrorReason_ERROR_REASON_INTENT_MISMATCH ErrorReason = 65
 	// FAILED_PRECONDITION. The guest has booted again; nothing changed.
 	ErrorReason_ERROR_REASON_BOOT_CHANGED ErrorReason = 66
-	// RESOURCE_EXHAUSTED. A guest has at most 65,536 claims, of 4,096 owners in one boot, of
-	// which one principal has at most 1,024.
+	// RESOURCE_EXHAUSTED. A guest has at most 65,536 claims, of 4,096 owners, of which one
+	// principal has at most 1,024. An owner counts until 24 hours after its last change if it
+	// has no claims any more.
 	ErrorReason_ERROR_REASON_TOO_MANY_CLAIMS ErrorReason = 67
 	// FAILED_PRECONDITION. The file that keeps holds and claims cannot be written, and
 	// without it nothing is changed.

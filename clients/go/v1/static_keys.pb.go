@@ -3557,9 +3557,14 @@ func (x *RenewHoldsResponse) GetHolds() []*Hold {
 
 type KeyClaim struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// "name" or "module:name": printable ASCII without spaces.
-	Key           string    `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
-	Want          ClaimWant `protobuf:"varint,2,opt,name=want,proto3,enum=patchbay.v1.ClaimWant" json:"want,omitempty"`
+	// "name" or "module:name": printable ASCII without spaces. Empty if there are patterns.
+	Key  string    `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
+	Want ClaimWant `protobuf:"varint,2,opt,name=want,proto3,enum=patchbay.v1.ClaimWant" json:"want,omitempty"`
+	// Globs as in KeyUpdate, with the same rules and limits. They are allowed only with
+	// `validate_only`, and instead of a key. They also select keys of tracepoints. The results
+	// name the selected keys, and `intent_digest` is that of these keys. If two claims select
+	// the same key with different wants, the answer is INVALID_ARGUMENT.
+	Patterns      []string `protobuf:"bytes,3,rep,name=patterns,proto3" json:"patterns,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3608,6 +3613,13 @@ func (x *KeyClaim) GetWant() ClaimWant {
 	return ClaimWant_CLAIM_WANT_UNSPECIFIED
 }
 
+func (x *KeyClaim) GetPatterns() []string {
+	if x != nil {
+		return x.Patterns
+	}
+	return nil
+}
+
 type SetClaimsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
@@ -3623,20 +3635,26 @@ type SetClaimsRequest struct {
 	// If not empty, the digest of the claims must be this one: SHA-256, in hexadecimal,
 	// of a line "KEY WANT" for each claim, ordered by key. WANT is "on", "off" or "held".
 	IntentDigest string `protobuf:"bytes,6,opt,name=intent_digest,json=intentDigest,proto3" json:"intent_digest,omitempty"`
-	// The whole set: each key once, at most 65,536.
+	// The whole set: each key once, at most 65,536. Without `validate_only`, patterns are
+	// INVALID_ARGUMENT: validate first, and send the keys that the answer names.
 	Claims []*KeyClaim `protobuf:"bytes,7,rep,name=claims,proto3" json:"claims,omitempty"`
 	// If set, the service ends the claims after this time: 1 ms to 365 days.
 	Ttl *durationpb.Duration `protobuf:"bytes,8,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	// Allow guarded keys. The monitor must have been started with permission for them.
 	AllowGuarded bool `protobuf:"varint,9,opt,name=allow_guarded,json=allowGuarded,proto3" json:"allow_guarded,omitempty"`
 	// CLAIM_WANT_OFF may take away references of the guest's own code. The guest gets them
-	// back when no such claim decides any more.
+	// back when no such claim decides any more. Keys of tracepoints do not need it.
 	Force bool `protobuf:"varint,10,opt,name=force,proto3" json:"force,omitempty"`
 	// Kept in the audit log. At most 256 bytes of printable characters.
 	Reason string `protobuf:"bytes,11,opt,name=reason,proto3" json:"reason,omitempty"`
 	// The limits of UpdateStaticKeysRequest apply.
-	StopTimeout   *durationpb.Duration `protobuf:"bytes,12,opt,name=stop_timeout,json=stopTimeout,proto3" json:"stop_timeout,omitempty"`
-	RetryTimeout  *durationpb.Duration `protobuf:"bytes,13,opt,name=retry_timeout,json=retryTimeout,proto3" json:"retry_timeout,omitempty"`
+	StopTimeout  *durationpb.Duration `protobuf:"bytes,12,opt,name=stop_timeout,json=stopTimeout,proto3" json:"stop_timeout,omitempty"`
+	RetryTimeout *durationpb.Duration `protobuf:"bytes,13,opt,name=retry_timeout,json=retryTimeout,proto3" json:"retry_timeout,omitempty"`
+	// The time at which the owner first wanted these claims. It orders the claims of
+	// different owners on one key, so owners may make their claims again in any order, as
+	// after a boot of the guest. A claim that the owner has already keeps its place. If unset,
+	// the new claims are the newest. A time in the future counts as now.
+	MadeAt        *timestamppb.Timestamp `protobuf:"bytes,14,opt,name=made_at,json=madeAt,proto3" json:"made_at,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3762,6 +3780,13 @@ func (x *SetClaimsRequest) GetRetryTimeout() *durationpb.Duration {
 	return nil
 }
 
+func (x *SetClaimsRequest) GetMadeAt() *timestamppb.Timestamp {
+	if x != nil {
+		return x.MadeAt
+	}
+	return nil
+}
+
 type SetClaimsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The claimed keys, then the keys whose claims have ended, both ordered by name. Empty
@@ -3780,9 +3805,17 @@ type SetClaimsResponse struct {
 	PlanDigest string `protobuf:"bytes,6,opt,name=plan_digest,json=planDigest,proto3" json:"plan_digest,omitempty"`
 	// This is the answer to an earlier call with this generation. It does not describe the
 	// present state of the keys; see ListClaims.
-	Repeated      bool   `protobuf:"varint,7,opt,name=repeated,proto3" json:"repeated,omitempty"`
-	Revision      uint64 `protobuf:"varint,8,opt,name=revision,proto3" json:"revision,omitempty"`
-	Incarnation   string `protobuf:"bytes,9,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	Repeated    bool   `protobuf:"varint,7,opt,name=repeated,proto3" json:"repeated,omitempty"`
+	Revision    uint64 `protobuf:"varint,8,opt,name=revision,proto3" json:"revision,omitempty"`
+	Incarnation string `protobuf:"bytes,9,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	// The number of sites that were patched or, with `validate_only`, would be. 0 in a
+	// repeated answer.
+	SitesPatched uint32 `protobuf:"varint,10,opt,name=sites_patched,json=sitesPatched,proto3" json:"sites_patched,omitempty"`
+	// As in PrepareUpdateResponse. Set only with `validate_only`, and unset if no count would
+	// change.
+	PredictedPause *durationpb.Duration `protobuf:"bytes,11,opt,name=predicted_pause,json=predictedPause,proto3" json:"predicted_pause,omitempty"`
+	// The keys that patterns matched and left out, by reason.
+	LeftOut       []*LeftOut `protobuf:"bytes,12,rep,name=left_out,json=leftOut,proto3" json:"left_out,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3880,6 +3913,91 @@ func (x *SetClaimsResponse) GetIncarnation() string {
 	return ""
 }
 
+func (x *SetClaimsResponse) GetSitesPatched() uint32 {
+	if x != nil {
+		return x.SitesPatched
+	}
+	return 0
+}
+
+func (x *SetClaimsResponse) GetPredictedPause() *durationpb.Duration {
+	if x != nil {
+		return x.PredictedPause
+	}
+	return nil
+}
+
+func (x *SetClaimsResponse) GetLeftOut() []*LeftOut {
+	if x != nil {
+		return x.LeftOut
+	}
+	return nil
+}
+
+// Keys that patterns matched and left out for the same reason.
+type LeftOut struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// KEY_GUARDED, KEY_SEALED or KEY_NEVER: a name of ErrorReason, without the prefix.
+	Reason string `protobuf:"bytes,1,opt,name=reason,proto3" json:"reason,omitempty"`
+	// The number of keys.
+	Count uint32 `protobuf:"varint,2,opt,name=count,proto3" json:"count,omitempty"`
+	// Their names, at most the first 10 by name.
+	Names         []string `protobuf:"bytes,3,rep,name=names,proto3" json:"names,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LeftOut) Reset() {
+	*x = LeftOut{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[38]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LeftOut) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LeftOut) ProtoMessage() {}
+
+func (x *LeftOut) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[38]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LeftOut.ProtoReflect.Descriptor instead.
+func (*LeftOut) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{38}
+}
+
+func (x *LeftOut) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *LeftOut) GetCount() uint32 {
+	if x != nil {
+		return x.Count
+	}
+	return 0
+}
+
+func (x *LeftOut) GetNames() []string {
+	if x != nil {
+		return x.Names
+	}
+	return nil
+}
+
 type ClaimResult struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// "name" or "module:name".
@@ -3900,7 +4018,7 @@ type ClaimResult struct {
 
 func (x *ClaimResult) Reset() {
 	*x = ClaimResult{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[38]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3912,7 +4030,7 @@ func (x *ClaimResult) String() string {
 func (*ClaimResult) ProtoMessage() {}
 
 func (x *ClaimResult) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[38]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3925,7 +4043,7 @@ func (x *ClaimResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClaimResult.ProtoReflect.Descriptor instead.
 func (*ClaimResult) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{38}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *ClaimResult) GetKey() string {
@@ -3994,7 +4112,7 @@ type ListClaimsRequest struct {
 
 func (x *ListClaimsRequest) Reset() {
 	*x = ListClaimsRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[39]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4006,7 +4124,7 @@ func (x *ListClaimsRequest) String() string {
 func (*ListClaimsRequest) ProtoMessage() {}
 
 func (x *ListClaimsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[39]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4019,7 +4137,7 @@ func (x *ListClaimsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListClaimsRequest.ProtoReflect.Descriptor instead.
 func (*ListClaimsRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{39}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *ListClaimsRequest) GetGuest() string {
@@ -4077,7 +4195,7 @@ type ListClaimsResponse struct {
 
 func (x *ListClaimsResponse) Reset() {
 	*x = ListClaimsResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[40]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4089,7 +4207,7 @@ func (x *ListClaimsResponse) String() string {
 func (*ListClaimsResponse) ProtoMessage() {}
 
 func (x *ListClaimsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[40]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4102,7 +4220,7 @@ func (x *ListClaimsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListClaimsResponse.ProtoReflect.Descriptor instead.
 func (*ListClaimsResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{40}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *ListClaimsResponse) GetClaims() []*Claim {
@@ -4138,8 +4256,10 @@ type Claim struct {
 	Want       ClaimWant  `protobuf:"varint,5,opt,name=want,proto3,enum=patchbay.v1.ClaimWant" json:"want,omitempty"`
 	State      ClaimState `protobuf:"varint,6,opt,name=state,proto3,enum=patchbay.v1.ClaimState" json:"state,omitempty"`
 	// The claim decides between on and off.
-	Decides bool                   `protobuf:"varint,7,opt,name=decides,proto3" json:"decides,omitempty"`
-	Since   *timestamppb.Timestamp `protobuf:"bytes,8,opt,name=since,proto3" json:"since,omitempty"`
+	Decides bool `protobuf:"varint,7,opt,name=decides,proto3" json:"decides,omitempty"`
+	// The owner's `made_at`; without one, the time at which the claim was made. The claims on
+	// one key are ordered by it.
+	Since *timestamppb.Timestamp `protobuf:"bytes,8,opt,name=since,proto3" json:"since,omitempty"`
 	// Unset if it does not expire.
 	ExpiresAt     *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=expires_at,json=expiresAt,proto3" json:"expires_at,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -4148,7 +4268,7 @@ type Claim struct {
 
 func (x *Claim) Reset() {
 	*x = Claim{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[41]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4160,7 +4280,7 @@ func (x *Claim) String() string {
 func (*Claim) ProtoMessage() {}
 
 func (x *Claim) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[41]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4173,7 +4293,7 @@ func (x *Claim) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Claim.ProtoReflect.Descriptor instead.
 func (*Claim) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{41}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *Claim) GetKey() string {
@@ -4250,7 +4370,7 @@ type VerifyStaticKeysRequest struct {
 
 func (x *VerifyStaticKeysRequest) Reset() {
 	*x = VerifyStaticKeysRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[42]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4262,7 +4382,7 @@ func (x *VerifyStaticKeysRequest) String() string {
 func (*VerifyStaticKeysRequest) ProtoMessage() {}
 
 func (x *VerifyStaticKeysRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[42]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4275,7 +4395,7 @@ func (x *VerifyStaticKeysRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyStaticKeysRequest.ProtoReflect.Descriptor instead.
 func (*VerifyStaticKeysRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{42}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *VerifyStaticKeysRequest) GetGuest() string {
@@ -4311,7 +4431,7 @@ type VerifyStaticKeysResponse struct {
 
 func (x *VerifyStaticKeysResponse) Reset() {
 	*x = VerifyStaticKeysResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[43]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4323,7 +4443,7 @@ func (x *VerifyStaticKeysResponse) String() string {
 func (*VerifyStaticKeysResponse) ProtoMessage() {}
 
 func (x *VerifyStaticKeysResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[43]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4336,7 +4456,7 @@ func (x *VerifyStaticKeysResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyStaticKeysResponse.ProtoReflect.Descriptor instead.
 func (*VerifyStaticKeysResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{43}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *VerifyStaticKeysResponse) GetKeys() uint32 {
@@ -4398,7 +4518,7 @@ type TornKey struct {
 
 func (x *TornKey) Reset() {
 	*x = TornKey{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[44]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4410,7 +4530,7 @@ func (x *TornKey) String() string {
 func (*TornKey) ProtoMessage() {}
 
 func (x *TornKey) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[44]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4423,7 +4543,7 @@ func (x *TornKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TornKey.ProtoReflect.Descriptor instead.
 func (*TornKey) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{44}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *TornKey) GetName() string {
@@ -4473,7 +4593,7 @@ type RepairStaticKeyRequest struct {
 
 func (x *RepairStaticKeyRequest) Reset() {
 	*x = RepairStaticKeyRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[45]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4485,7 +4605,7 @@ func (x *RepairStaticKeyRequest) String() string {
 func (*RepairStaticKeyRequest) ProtoMessage() {}
 
 func (x *RepairStaticKeyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[45]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4498,7 +4618,7 @@ func (x *RepairStaticKeyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RepairStaticKeyRequest.ProtoReflect.Descriptor instead.
 func (*RepairStaticKeyRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{45}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *RepairStaticKeyRequest) GetGuest() string {
@@ -4561,7 +4681,7 @@ type RepairStaticKeyResponse struct {
 
 func (x *RepairStaticKeyResponse) Reset() {
 	*x = RepairStaticKeyResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[46]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4573,7 +4693,7 @@ func (x *RepairStaticKeyResponse) String() string {
 func (*RepairStaticKeyResponse) ProtoMessage() {}
 
 func (x *RepairStaticKeyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[46]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4586,7 +4706,7 @@ func (x *RepairStaticKeyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RepairStaticKeyResponse.ProtoReflect.Descriptor instead.
 func (*RepairStaticKeyResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{46}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *RepairStaticKeyResponse) GetName() string {
@@ -4636,7 +4756,7 @@ type RepairedSite struct {
 
 func (x *RepairedSite) Reset() {
 	*x = RepairedSite{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[47]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4648,7 +4768,7 @@ func (x *RepairedSite) String() string {
 func (*RepairedSite) ProtoMessage() {}
 
 func (x *RepairedSite) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[47]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4661,7 +4781,7 @@ func (x *RepairedSite) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RepairedSite.ProtoReflect.Descriptor instead.
 func (*RepairedSite) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{47}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *RepairedSite) GetAddress() uint64 {
@@ -4966,10 +5086,11 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\x03ids\x18\x02 \x03(\tR\x03ids\x12+\n" +
 	"\x03ttl\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\"=\n" +
 	"\x12RenewHoldsResponse\x12'\n" +
-	"\x05holds\x18\x01 \x03(\v2\x11.patchbay.v1.HoldR\x05holds\"H\n" +
+	"\x05holds\x18\x01 \x03(\v2\x11.patchbay.v1.HoldR\x05holds\"d\n" +
 	"\bKeyClaim\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12*\n" +
-	"\x04want\x18\x02 \x01(\x0e2\x16.patchbay.v1.ClaimWantR\x04want\"\xf5\x03\n" +
+	"\x04want\x18\x02 \x01(\x0e2\x16.patchbay.v1.ClaimWantR\x04want\x12\x1a\n" +
+	"\bpatterns\x18\x03 \x03(\tR\bpatterns\"\xaa\x04\n" +
 	"\x10SetClaimsRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x14\n" +
 	"\x05owner\x18\x02 \x01(\tR\x05owner\x12\x1e\n" +
@@ -4986,7 +5107,8 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	" \x01(\bB\x04\xa0\xd4\x18\x03R\x05force\x12\x16\n" +
 	"\x06reason\x18\v \x01(\tR\x06reason\x12<\n" +
 	"\fstop_timeout\x18\f \x01(\v2\x19.google.protobuf.DurationR\vstopTimeout\x12>\n" +
-	"\rretry_timeout\x18\r \x01(\v2\x19.google.protobuf.DurationR\fretryTimeout\"\xcc\x02\n" +
+	"\rretry_timeout\x18\r \x01(\v2\x19.google.protobuf.DurationR\fretryTimeout\x123\n" +
+	"\amade_at\x18\x0e \x01(\v2\x1a.google.protobuf.TimestampR\x06madeAt\"\xe6\x03\n" +
 	"\x11SetClaimsResponse\x122\n" +
 	"\aresults\x18\x01 \x03(\v2\x18.patchbay.v1.ClaimResultR\aresults\x12\x1e\n" +
 	"\n" +
@@ -4999,7 +5121,15 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"planDigest\x12\x1a\n" +
 	"\brepeated\x18\a \x01(\bR\brepeated\x12\x1a\n" +
 	"\brevision\x18\b \x01(\x04R\brevision\x12 \n" +
-	"\vincarnation\x18\t \x01(\tR\vincarnation\"\xf0\x01\n" +
+	"\vincarnation\x18\t \x01(\tR\vincarnation\x12#\n" +
+	"\rsites_patched\x18\n" +
+	" \x01(\rR\fsitesPatched\x12B\n" +
+	"\x0fpredicted_pause\x18\v \x01(\v2\x19.google.protobuf.DurationR\x0epredictedPause\x12/\n" +
+	"\bleft_out\x18\f \x03(\v2\x14.patchbay.v1.LeftOutR\aleftOut\"M\n" +
+	"\aLeftOut\x12\x16\n" +
+	"\x06reason\x18\x01 \x01(\tR\x06reason\x12\x14\n" +
+	"\x05count\x18\x02 \x01(\rR\x05count\x12\x14\n" +
+	"\x05names\x18\x03 \x03(\tR\x05names\"\xf0\x01\n" +
 	"\vClaimResult\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12*\n" +
 	"\x04want\x18\x02 \x01(\x0e2\x16.patchbay.v1.ClaimWantR\x04want\x12-\n" +
@@ -5151,7 +5281,7 @@ func file_patchbay_v1_static_keys_proto_rawDescGZIP() []byte {
 }
 
 var file_patchbay_v1_static_keys_proto_enumTypes = make([]protoimpl.EnumInfo, 9)
-var file_patchbay_v1_static_keys_proto_msgTypes = make([]protoimpl.MessageInfo, 48)
+var file_patchbay_v1_static_keys_proto_msgTypes = make([]protoimpl.MessageInfo, 49)
 var file_patchbay_v1_static_keys_proto_goTypes = []any{
 	(KeyClass)(0),                     // 0: patchbay.v1.KeyClass
 	(KeyOp)(0),                        // 1: patchbay.v1.KeyOp
@@ -5200,18 +5330,19 @@ var file_patchbay_v1_static_keys_proto_goTypes = []any{
 	(*KeyClaim)(nil),                  // 44: patchbay.v1.KeyClaim
 	(*SetClaimsRequest)(nil),          // 45: patchbay.v1.SetClaimsRequest
 	(*SetClaimsResponse)(nil),         // 46: patchbay.v1.SetClaimsResponse
-	(*ClaimResult)(nil),               // 47: patchbay.v1.ClaimResult
-	(*ListClaimsRequest)(nil),         // 48: patchbay.v1.ListClaimsRequest
-	(*ListClaimsResponse)(nil),        // 49: patchbay.v1.ListClaimsResponse
-	(*Claim)(nil),                     // 50: patchbay.v1.Claim
-	(*VerifyStaticKeysRequest)(nil),   // 51: patchbay.v1.VerifyStaticKeysRequest
-	(*VerifyStaticKeysResponse)(nil),  // 52: patchbay.v1.VerifyStaticKeysResponse
-	(*TornKey)(nil),                   // 53: patchbay.v1.TornKey
-	(*RepairStaticKeyRequest)(nil),    // 54: patchbay.v1.RepairStaticKeyRequest
-	(*RepairStaticKeyResponse)(nil),   // 55: patchbay.v1.RepairStaticKeyResponse
-	(*RepairedSite)(nil),              // 56: patchbay.v1.RepairedSite
-	(*durationpb.Duration)(nil),       // 57: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),     // 58: google.protobuf.Timestamp
+	(*LeftOut)(nil),                   // 47: patchbay.v1.LeftOut
+	(*ClaimResult)(nil),               // 48: patchbay.v1.ClaimResult
+	(*ListClaimsRequest)(nil),         // 49: patchbay.v1.ListClaimsRequest
+	(*ListClaimsResponse)(nil),        // 50: patchbay.v1.ListClaimsResponse
+	(*Claim)(nil),                     // 51: patchbay.v1.Claim
+	(*VerifyStaticKeysRequest)(nil),   // 52: patchbay.v1.VerifyStaticKeysRequest
+	(*VerifyStaticKeysResponse)(nil),  // 53: patchbay.v1.VerifyStaticKeysResponse
+	(*TornKey)(nil),                   // 54: patchbay.v1.TornKey
+	(*RepairStaticKeyRequest)(nil),    // 55: patchbay.v1.RepairStaticKeyRequest
+	(*RepairStaticKeyResponse)(nil),   // 56: patchbay.v1.RepairStaticKeyResponse
+	(*RepairedSite)(nil),              // 57: patchbay.v1.RepairedSite
+	(*durationpb.Duration)(nil),       // 58: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),     // 59: google.protobuf.Timestamp
 }
 var file_patchbay_v1_static_keys_proto_depIdxs = []int32{
 	0,  // 0: patchbay.v1.StaticKey.key_class:type_name -> patchbay.v1.KeyClass
@@ -5228,103 +5359,106 @@ var file_patchbay_v1_static_keys_proto_depIdxs = []int32{
 	1,  // 11: patchbay.v1.KeyUpdate.op:type_name -> patchbay.v1.KeyOp
 	0,  // 12: patchbay.v1.KeyUpdate.classes:type_name -> patchbay.v1.KeyClass
 	20, // 13: patchbay.v1.UpdateStaticKeysRequest.updates:type_name -> patchbay.v1.KeyUpdate
-	57, // 14: patchbay.v1.UpdateStaticKeysRequest.ttl:type_name -> google.protobuf.Duration
-	57, // 15: patchbay.v1.UpdateStaticKeysRequest.stop_timeout:type_name -> google.protobuf.Duration
-	57, // 16: patchbay.v1.UpdateStaticKeysRequest.retry_timeout:type_name -> google.protobuf.Duration
+	58, // 14: patchbay.v1.UpdateStaticKeysRequest.ttl:type_name -> google.protobuf.Duration
+	58, // 15: patchbay.v1.UpdateStaticKeysRequest.stop_timeout:type_name -> google.protobuf.Duration
+	58, // 16: patchbay.v1.UpdateStaticKeysRequest.retry_timeout:type_name -> google.protobuf.Duration
 	4,  // 17: patchbay.v1.UpdateStaticKeysRequest.result_view:type_name -> patchbay.v1.ResultView
 	32, // 18: patchbay.v1.UpdateStaticKeysResponse.results:type_name -> patchbay.v1.KeyResult
 	31, // 19: patchbay.v1.UpdateStaticKeysResponse.summary:type_name -> patchbay.v1.UpdateSummary
 	33, // 20: patchbay.v1.UpdateStaticKeysResponse.report:type_name -> patchbay.v1.FlipReport
 	32, // 21: patchbay.v1.ListUpdateResultsResponse.results:type_name -> patchbay.v1.KeyResult
 	20, // 22: patchbay.v1.PrepareUpdateRequest.updates:type_name -> patchbay.v1.KeyUpdate
-	57, // 23: patchbay.v1.PrepareUpdateRequest.hold_ttl:type_name -> google.protobuf.Duration
-	57, // 24: patchbay.v1.PrepareUpdateRequest.plan_ttl:type_name -> google.protobuf.Duration
+	58, // 23: patchbay.v1.PrepareUpdateRequest.hold_ttl:type_name -> google.protobuf.Duration
+	58, // 24: patchbay.v1.PrepareUpdateRequest.plan_ttl:type_name -> google.protobuf.Duration
 	4,  // 25: patchbay.v1.PrepareUpdateRequest.result_view:type_name -> patchbay.v1.ResultView
 	32, // 26: patchbay.v1.PrepareUpdateResponse.results:type_name -> patchbay.v1.KeyResult
 	31, // 27: patchbay.v1.PrepareUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
-	57, // 28: patchbay.v1.PrepareUpdateResponse.predicted_pause:type_name -> google.protobuf.Duration
-	58, // 29: patchbay.v1.PrepareUpdateResponse.expires_at:type_name -> google.protobuf.Timestamp
-	57, // 30: patchbay.v1.CommitUpdateRequest.stop_timeout:type_name -> google.protobuf.Duration
-	57, // 31: patchbay.v1.CommitUpdateRequest.retry_timeout:type_name -> google.protobuf.Duration
+	58, // 28: patchbay.v1.PrepareUpdateResponse.predicted_pause:type_name -> google.protobuf.Duration
+	59, // 29: patchbay.v1.PrepareUpdateResponse.expires_at:type_name -> google.protobuf.Timestamp
+	58, // 30: patchbay.v1.CommitUpdateRequest.stop_timeout:type_name -> google.protobuf.Duration
+	58, // 31: patchbay.v1.CommitUpdateRequest.retry_timeout:type_name -> google.protobuf.Duration
 	4,  // 32: patchbay.v1.CommitUpdateRequest.result_view:type_name -> patchbay.v1.ResultView
 	32, // 33: patchbay.v1.CommitUpdateResponse.results:type_name -> patchbay.v1.KeyResult
 	31, // 34: patchbay.v1.CommitUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
 	33, // 35: patchbay.v1.CommitUpdateResponse.report:type_name -> patchbay.v1.FlipReport
 	10, // 36: patchbay.v1.KeyResult.advice:type_name -> patchbay.v1.Advice
-	57, // 37: patchbay.v1.FlipReport.stop_time:type_name -> google.protobuf.Duration
-	57, // 38: patchbay.v1.FlipReport.patch_time:type_name -> google.protobuf.Duration
-	57, // 39: patchbay.v1.FlipReport.resume_time:type_name -> google.protobuf.Duration
-	58, // 40: patchbay.v1.WatchStaticKeysResponse.time:type_name -> google.protobuf.Timestamp
+	58, // 37: patchbay.v1.FlipReport.stop_time:type_name -> google.protobuf.Duration
+	58, // 38: patchbay.v1.FlipReport.patch_time:type_name -> google.protobuf.Duration
+	58, // 39: patchbay.v1.FlipReport.resume_time:type_name -> google.protobuf.Duration
+	59, // 40: patchbay.v1.WatchStaticKeysResponse.time:type_name -> google.protobuf.Timestamp
 	36, // 41: patchbay.v1.WatchStaticKeysResponse.events:type_name -> patchbay.v1.KeyEvent
 	8,  // 42: patchbay.v1.KeyEvent.kind:type_name -> patchbay.v1.KeyEvent.Kind
 	11, // 43: patchbay.v1.KeyEvent.quarantine:type_name -> patchbay.v1.Quarantine
 	39, // 44: patchbay.v1.ListHoldsResponse.holds:type_name -> patchbay.v1.Hold
-	58, // 45: patchbay.v1.Hold.since:type_name -> google.protobuf.Timestamp
-	58, // 46: patchbay.v1.Hold.expires_at:type_name -> google.protobuf.Timestamp
-	57, // 47: patchbay.v1.ReleaseHoldsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	57, // 48: patchbay.v1.ReleaseHoldsRequest.retry_timeout:type_name -> google.protobuf.Duration
+	59, // 45: patchbay.v1.Hold.since:type_name -> google.protobuf.Timestamp
+	59, // 46: patchbay.v1.Hold.expires_at:type_name -> google.protobuf.Timestamp
+	58, // 47: patchbay.v1.ReleaseHoldsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	58, // 48: patchbay.v1.ReleaseHoldsRequest.retry_timeout:type_name -> google.protobuf.Duration
 	4,  // 49: patchbay.v1.ReleaseHoldsRequest.result_view:type_name -> patchbay.v1.ResultView
 	32, // 50: patchbay.v1.ReleaseHoldsResponse.results:type_name -> patchbay.v1.KeyResult
 	31, // 51: patchbay.v1.ReleaseHoldsResponse.summary:type_name -> patchbay.v1.UpdateSummary
 	33, // 52: patchbay.v1.ReleaseHoldsResponse.report:type_name -> patchbay.v1.FlipReport
-	57, // 53: patchbay.v1.RenewHoldsRequest.ttl:type_name -> google.protobuf.Duration
+	58, // 53: patchbay.v1.RenewHoldsRequest.ttl:type_name -> google.protobuf.Duration
 	39, // 54: patchbay.v1.RenewHoldsResponse.holds:type_name -> patchbay.v1.Hold
 	5,  // 55: patchbay.v1.KeyClaim.want:type_name -> patchbay.v1.ClaimWant
 	44, // 56: patchbay.v1.SetClaimsRequest.claims:type_name -> patchbay.v1.KeyClaim
-	57, // 57: patchbay.v1.SetClaimsRequest.ttl:type_name -> google.protobuf.Duration
-	57, // 58: patchbay.v1.SetClaimsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	57, // 59: patchbay.v1.SetClaimsRequest.retry_timeout:type_name -> google.protobuf.Duration
-	47, // 60: patchbay.v1.SetClaimsResponse.results:type_name -> patchbay.v1.ClaimResult
-	33, // 61: patchbay.v1.SetClaimsResponse.report:type_name -> patchbay.v1.FlipReport
-	5,  // 62: patchbay.v1.ClaimResult.want:type_name -> patchbay.v1.ClaimWant
-	6,  // 63: patchbay.v1.ClaimResult.state:type_name -> patchbay.v1.ClaimState
-	50, // 64: patchbay.v1.ListClaimsResponse.claims:type_name -> patchbay.v1.Claim
-	5,  // 65: patchbay.v1.Claim.want:type_name -> patchbay.v1.ClaimWant
-	6,  // 66: patchbay.v1.Claim.state:type_name -> patchbay.v1.ClaimState
-	58, // 67: patchbay.v1.Claim.since:type_name -> google.protobuf.Timestamp
-	58, // 68: patchbay.v1.Claim.expires_at:type_name -> google.protobuf.Timestamp
-	53, // 69: patchbay.v1.VerifyStaticKeysResponse.torn:type_name -> patchbay.v1.TornKey
-	57, // 70: patchbay.v1.RepairStaticKeyRequest.stop_timeout:type_name -> google.protobuf.Duration
-	57, // 71: patchbay.v1.RepairStaticKeyRequest.retry_timeout:type_name -> google.protobuf.Duration
-	56, // 72: patchbay.v1.RepairStaticKeyResponse.sites:type_name -> patchbay.v1.RepairedSite
-	33, // 73: patchbay.v1.RepairStaticKeyResponse.report:type_name -> patchbay.v1.FlipReport
-	13, // 74: patchbay.v1.StaticKeysService.ListStaticKeys:input_type -> patchbay.v1.ListStaticKeysRequest
-	15, // 75: patchbay.v1.StaticKeysService.GetStaticKey:input_type -> patchbay.v1.GetStaticKeyRequest
-	18, // 76: patchbay.v1.StaticKeysService.ListDebugSites:input_type -> patchbay.v1.ListDebugSitesRequest
-	21, // 77: patchbay.v1.StaticKeysService.UpdateStaticKeys:input_type -> patchbay.v1.UpdateStaticKeysRequest
-	23, // 78: patchbay.v1.StaticKeysService.ListUpdateResults:input_type -> patchbay.v1.ListUpdateResultsRequest
-	25, // 79: patchbay.v1.StaticKeysService.PrepareUpdate:input_type -> patchbay.v1.PrepareUpdateRequest
-	27, // 80: patchbay.v1.StaticKeysService.CommitUpdate:input_type -> patchbay.v1.CommitUpdateRequest
-	29, // 81: patchbay.v1.StaticKeysService.DiscardUpdate:input_type -> patchbay.v1.DiscardUpdateRequest
-	34, // 82: patchbay.v1.StaticKeysService.WatchStaticKeys:input_type -> patchbay.v1.WatchStaticKeysRequest
-	37, // 83: patchbay.v1.StaticKeysService.ListHolds:input_type -> patchbay.v1.ListHoldsRequest
-	40, // 84: patchbay.v1.StaticKeysService.ReleaseHolds:input_type -> patchbay.v1.ReleaseHoldsRequest
-	42, // 85: patchbay.v1.StaticKeysService.RenewHolds:input_type -> patchbay.v1.RenewHoldsRequest
-	45, // 86: patchbay.v1.StaticKeysService.SetClaims:input_type -> patchbay.v1.SetClaimsRequest
-	48, // 87: patchbay.v1.StaticKeysService.ListClaims:input_type -> patchbay.v1.ListClaimsRequest
-	51, // 88: patchbay.v1.StaticKeysService.VerifyStaticKeys:input_type -> patchbay.v1.VerifyStaticKeysRequest
-	54, // 89: patchbay.v1.StaticKeysService.RepairStaticKey:input_type -> patchbay.v1.RepairStaticKeyRequest
-	14, // 90: patchbay.v1.StaticKeysService.ListStaticKeys:output_type -> patchbay.v1.ListStaticKeysResponse
-	16, // 91: patchbay.v1.StaticKeysService.GetStaticKey:output_type -> patchbay.v1.GetStaticKeyResponse
-	19, // 92: patchbay.v1.StaticKeysService.ListDebugSites:output_type -> patchbay.v1.ListDebugSitesResponse
-	22, // 93: patchbay.v1.StaticKeysService.UpdateStaticKeys:output_type -> patchbay.v1.UpdateStaticKeysResponse
-	24, // 94: patchbay.v1.StaticKeysService.ListUpdateResults:output_type -> patchbay.v1.ListUpdateResultsResponse
-	26, // 95: patchbay.v1.StaticKeysService.PrepareUpdate:output_type -> patchbay.v1.PrepareUpdateResponse
-	28, // 96: patchbay.v1.StaticKeysService.CommitUpdate:output_type -> patchbay.v1.CommitUpdateResponse
-	30, // 97: patchbay.v1.StaticKeysService.DiscardUpdate:output_type -> patchbay.v1.DiscardUpdateResponse
-	35, // 98: patchbay.v1.StaticKeysService.WatchStaticKeys:output_type -> patchbay.v1.WatchStaticKeysResponse
-	38, // 99: patchbay.v1.StaticKeysService.ListHolds:output_type -> patchbay.v1.ListHoldsResponse
-	41, // 100: patchbay.v1.StaticKeysService.ReleaseHolds:output_type -> patchbay.v1.ReleaseHoldsResponse
-	43, // 101: patchbay.v1.StaticKeysService.RenewHolds:output_type -> patchbay.v1.RenewHoldsResponse
-	46, // 102: patchbay.v1.StaticKeysService.SetClaims:output_type -> patchbay.v1.SetClaimsResponse
-	49, // 103: patchbay.v1.StaticKeysService.ListClaims:output_type -> patchbay.v1.ListClaimsResponse
-	52, // 104: patchbay.v1.StaticKeysService.VerifyStaticKeys:output_type -> patchbay.v1.VerifyStaticKeysResponse
-	55, // 105: patchbay.v1.StaticKeysService.RepairStaticKey:output_type -> patchbay.v1.RepairStaticKeyResponse
-	90, // [90:106] is the sub-list for method output_type
-	74, // [74:90] is the sub-list for method input_type
-	74, // [74:74] is the sub-list for extension type_name
-	74, // [74:74] is the sub-list for extension extendee
-	0,  // [0:74] is the sub-list for field type_name
+	58, // 57: patchbay.v1.SetClaimsRequest.ttl:type_name -> google.protobuf.Duration
+	58, // 58: patchbay.v1.SetClaimsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	58, // 59: patchbay.v1.SetClaimsRequest.retry_timeout:type_name -> google.protobuf.Duration
+	59, // 60: patchbay.v1.SetClaimsRequest.made_at:type_name -> google.protobuf.Timestamp
+	48, // 61: patchbay.v1.SetClaimsResponse.results:type_name -> patchbay.v1.ClaimResult
+	33, // 62: patchbay.v1.SetClaimsResponse.report:type_name -> patchbay.v1.FlipReport
+	58, // 63: patchbay.v1.SetClaimsResponse.predicted_pause:type_name -> google.protobuf.Duration
+	47, // 64: patchbay.v1.SetClaimsResponse.left_out:type_name -> patchbay.v1.LeftOut
+	5,  // 65: patchbay.v1.ClaimResult.want:type_name -> patchbay.v1.ClaimWant
+	6,  // 66: patchbay.v1.ClaimResult.state:type_name -> patchbay.v1.ClaimState
+	51, // 67: patchbay.v1.ListClaimsResponse.claims:type_name -> patchbay.v1.Claim
+	5,  // 68: patchbay.v1.Claim.want:type_name -> patchbay.v1.ClaimWant
+	6,  // 69: patchbay.v1.Claim.state:type_name -> patchbay.v1.ClaimState
+	59, // 70: patchbay.v1.Claim.since:type_name -> google.protobuf.Timestamp
+	59, // 71: patchbay.v1.Claim.expires_at:type_name -> google.protobuf.Timestamp
+	54, // 72: patchbay.v1.VerifyStaticKeysResponse.torn:type_name -> patchbay.v1.TornKey
+	58, // 73: patchbay.v1.RepairStaticKeyRequest.stop_timeout:type_name -> google.protobuf.Duration
+	58, // 74: patchbay.v1.RepairStaticKeyRequest.retry_timeout:type_name -> google.protobuf.Duration
+	57, // 75: patchbay.v1.RepairStaticKeyResponse.sites:type_name -> patchbay.v1.RepairedSite
+	33, // 76: patchbay.v1.RepairStaticKeyResponse.report:type_name -> patchbay.v1.FlipReport
+	13, // 77: patchbay.v1.StaticKeysService.ListStaticKeys:input_type -> patchbay.v1.ListStaticKeysRequest
+	15, // 78: patchbay.v1.StaticKeysService.GetStaticKey:input_type -> patchbay.v1.GetStaticKeyRequest
+	18, // 79: patchbay.v1.StaticKeysService.ListDebugSites:input_type -> patchbay.v1.ListDebugSitesRequest
+	21, // 80: patchbay.v1.StaticKeysService.UpdateStaticKeys:input_type -> patchbay.v1.UpdateStaticKeysRequest
+	23, // 81: patchbay.v1.StaticKeysService.ListUpdateResults:input_type -> patchbay.v1.ListUpdateResultsRequest
+	25, // 82: patchbay.v1.StaticKeysService.PrepareUpdate:input_type -> patchbay.v1.PrepareUpdateRequest
+	27, // 83: patchbay.v1.StaticKeysService.CommitUpdate:input_type -> patchbay.v1.CommitUpdateRequest
+	29, // 84: patchbay.v1.StaticKeysService.DiscardUpdate:input_type -> patchbay.v1.DiscardUpdateRequest
+	34, // 85: patchbay.v1.StaticKeysService.WatchStaticKeys:input_type -> patchbay.v1.WatchStaticKeysRequest
+	37, // 86: patchbay.v1.StaticKeysService.ListHolds:input_type -> patchbay.v1.ListHoldsRequest
+	40, // 87: patchbay.v1.StaticKeysService.ReleaseHolds:input_type -> patchbay.v1.ReleaseHoldsRequest
+	42, // 88: patchbay.v1.StaticKeysService.RenewHolds:input_type -> patchbay.v1.RenewHoldsRequest
+	45, // 89: patchbay.v1.StaticKeysService.SetClaims:input_type -> patchbay.v1.SetClaimsRequest
+	49, // 90: patchbay.v1.StaticKeysService.ListClaims:input_type -> patchbay.v1.ListClaimsRequest
+	52, // 91: patchbay.v1.StaticKeysService.VerifyStaticKeys:input_type -> patchbay.v1.VerifyStaticKeysRequest
+	55, // 92: patchbay.v1.StaticKeysService.RepairStaticKey:input_type -> patchbay.v1.RepairStaticKeyRequest
+	14, // 93: patchbay.v1.StaticKeysService.ListStaticKeys:output_type -> patchbay.v1.ListStaticKeysResponse
+	16, // 94: patchbay.v1.StaticKeysService.GetStaticKey:output_type -> patchbay.v1.GetStaticKeyResponse
+	19, // 95: patchbay.v1.StaticKeysService.ListDebugSites:output_type -> patchbay.v1.ListDebugSitesResponse
+	22, // 96: patchbay.v1.StaticKeysService.UpdateStaticKeys:output_type -> patchbay.v1.UpdateStaticKeysResponse
+	24, // 97: patchbay.v1.StaticKeysService.ListUpdateResults:output_type -> patchbay.v1.ListUpdateResultsResponse
+	26, // 98: patchbay.v1.StaticKeysService.PrepareUpdate:output_type -> patchbay.v1.PrepareUpdateResponse
+	28, // 99: patchbay.v1.StaticKeysService.CommitUpdate:output_type -> patchbay.v1.CommitUpdateResponse
+	30, // 100: patchbay.v1.StaticKeysService.DiscardUpdate:output_type -> patchbay.v1.DiscardUpdateResponse
+	35, // 101: patchbay.v1.StaticKeysService.WatchStaticKeys:output_type -> patchbay.v1.WatchStaticKeysResponse
+	38, // 102: patchbay.v1.StaticKeysService.ListHolds:output_type -> patchbay.v1.ListHoldsResponse
+	41, // 103: patchbay.v1.StaticKeysService.ReleaseHolds:output_type -> patchbay.v1.ReleaseHoldsResponse
+	43, // 104: patchbay.v1.StaticKeysService.RenewHolds:output_type -> patchbay.v1.RenewHoldsResponse
+	46, // 105: patchbay.v1.StaticKeysService.SetClaims:output_type -> patchbay.v1.SetClaimsResponse
+	50, // 106: patchbay.v1.StaticKeysService.ListClaims:output_type -> patchbay.v1.ListClaimsResponse
+	53, // 107: patchbay.v1.StaticKeysService.VerifyStaticKeys:output_type -> patchbay.v1.VerifyStaticKeysResponse
+	56, // 108: patchbay.v1.StaticKeysService.RepairStaticKey:output_type -> patchbay.v1.RepairStaticKeyResponse
+	93, // [93:109] is the sub-list for method output_type
+	77, // [77:93] is the sub-list for method input_type
+	77, // [77:77] is the sub-list for extension type_name
+	77, // [77:77] is the sub-list for extension extendee
+	0,  // [0:77] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_static_keys_proto_init() }
@@ -5340,7 +5474,7 @@ func file_patchbay_v1_static_keys_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_static_keys_proto_rawDesc), len(file_patchbay_v1_static_keys_proto_rawDesc)),
 			NumEnums:      9,
-			NumMessages:   48,
+			NumMessages:   49,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -77,16 +77,25 @@ const (
 // any more. A repeat of the highest one gets the first answer. Generations are kept for
 // as long as the guest's boot lasts.
 //
-// The claims on a key are ordered by the time when they were made. The newest of
-// CLAIM_WANT_ON and CLAIM_WANT_OFF decides; each CLAIM_WANT_HELD counts as one more
-// reference. When a claim ends, the next one below it decides. When the last one ends, the
-// key returns to the state before the first one, unless the guest has changed the key
-// since. Then the claims are void: they decide nothing until their owners make them again.
+// The claims on a key are ordered by the time at which their owners first wanted them
+// (`made_at`). The newest of CLAIM_WANT_ON and CLAIM_WANT_OFF decides; each CLAIM_WANT_HELD
+// counts as one more reference. When a claim ends, the next one below it decides. When the
+// last one ends, the key returns to the state before the first one, unless the guest has
+// changed the key since. Then the claims are void: they decide nothing until their owners
+// make them again.
 //
 // References that claims take are holds. Their holder is the owner: its principal,
 // " · " (U+00B7) and its name. The rules for holds apply to them: other principals, and the
-// same principal in UpdateStaticKeys, can drop them only by force. Keys of tracepoints
-// cannot be claimed: clients that fire the event hold them.
+// same principal in UpdateStaticKeys, can drop them only by force.
+//
+// The key of a tracepoint is claimed on or off; CLAIM_WANT_HELD is refused
+// (TRACEPOINT_REFUSED). An on claim keeps it on when clients stop firing or park it, and a
+// client that fires it keeps it on when the claim ends. If the guest itself has it on and no
+// client fires it, the claim takes no hold. A tracepoint without probes cannot be turned on
+// (TRACEPOINT_REFUSED). An off claim parks it, without `force`, although probes are attached.
+// While a client fires it, the key stays on (CLAIM_STATE_HELD_BY_OTHERS). When the last such
+// claim ends, a key that the guest had on is turned on again, unless the guest has switched it
+// or detached its probes since. A claim whose hold is void is void (CLAIM_STATE_VOID).
 //
 // Holds survive a registration that the guest withdraws and repeats, as in a hibernation
 // that fails. Holds that expire in between are released afterwards. The service releases
@@ -360,16 +369,25 @@ func (c *staticKeysServiceClient) RepairStaticKey(ctx context.Context, in *Repai
 // any more. A repeat of the highest one gets the first answer. Generations are kept for
 // as long as the guest's boot lasts.
 //
-// The claims on a key are ordered by the time when they were made. The newest of
-// CLAIM_WANT_ON and CLAIM_WANT_OFF decides; each CLAIM_WANT_HELD counts as one more
-// reference. When a claim ends, the next one below it decides. When the last one ends, the
-// key returns to the state before the first one, unless the guest has changed the key
-// since. Then the claims are void: they decide nothing until their owners make them again.
+// The claims on a key are ordered by the time at which their owners first wanted them
+// (`made_at`). The newest of CLAIM_WANT_ON and CLAIM_WANT_OFF decides; each CLAIM_WANT_HELD
+// counts as one more reference. When a claim ends, the next one below it decides. When the
+// last one ends, the key returns to the state before the first one, unless the guest has
+// changed the key since. Then the claims are void: they decide nothing until their owners
+// make them again.
 //
 // References that claims take are holds. Their holder is the owner: its principal,
 // " · " (U+00B7) and its name. The rules for holds apply to them: other principals, and the
-// same principal in UpdateStaticKeys, can drop them only by force. Keys of tracepoints
-// cannot be claimed: clients that fire the event hold them.
+// same principal in UpdateStaticKeys, can drop them only by force.
+//
+// The key of a tracepoint is claimed on or off; CLAIM_WANT_HELD is refused
+// (TRACEPOINT_REFUSED). An on claim keeps it on when clients stop firing or park it, and a
+// client that fires it keeps it on when the claim ends. If the guest itself has it on and no
+// client fires it, the claim takes no hold. A tracepoint without probes cannot be turned on
+// (TRACEPOINT_REFUSED). An off claim parks it, without `force`, although probes are attached.
+// While a client fires it, the key stays on (CLAIM_STATE_HELD_BY_OTHERS). When the last such
+// claim ends, a key that the guest had on is turned on again, unless the guest has switched it
+// or detached its probes since. A claim whose hold is void is void (CLAIM_STATE_VOID).
 //
 // Holds survive a registration that the guest withdraws and repeats, as in a hibernation
 // that fails. Holds that expire in between are released afterwards. The service releases

@@ -32,7 +32,7 @@ const ADDRESS: &str = "127.0.0.1:8480";
 const RECEIVE_PATH: &str = "\
 title: New receive path
 selector: {guests: [\"web-*\"]}
-ops: [{op: enable, keys: [net_rx_fast, net_gro_batch]}]
+claims: [{want: on, keys: [net_rx_fast, net_gro_batch]}]
 spread_over: rack
 max_concurrent: {count: 40, per_domain: {label: rack, count: 10}}
 gates: [{pause_p99: 50ms, on_failure: pause}, {max_errors: 2, on_failure: abort}]
@@ -47,7 +47,7 @@ waves:
 const SCHEDULER: &str = "\
 title: Scheduler statistics on the databases
 selector: {guests: [\"db-*\"]}
-ops: [{op: enable, keys: [sched_stats]}]
+claims: [{want: on, keys: [sched_stats]}]
 waves: [{name: canary, size: 2, bake: 10m}, {size: rest}]
 approvals: 2
 ";

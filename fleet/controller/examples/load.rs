@@ -3,8 +3,8 @@
 //! process.
 //!
 //! The program plans a rollout in 10 waves, runs it, and aborts it. For comparison with the abort
-//! it measures the same inverse changes as a bare loop of unary calls. Run it as
-//! `load [GUESTS [HOSTS]]`; the defaults are 10,000 and 100.
+//! it ends the same claims in a bare loop of unary calls. Run it as `load [GUESTS [HOSTS]]`; the
+//! defaults are 10,000 and 100.
 
 mod hosts;
 
@@ -111,27 +111,24 @@ async fn wait_for(running: &Running, wanted: fn(Phase) -> bool) -> anyhow::Resul
     }
 }
 
-/// Makes the same change on every guest without a controller.
-async fn bare_loop(hosts: &Hosts, op: v1::KeyOp) -> anyhow::Result<()> {
+/// Sets the same claims on every guest without a controller.
+async fn bare_loop(hosts: &Hosts, generation: u64, claims: &[v1::KeyClaim]) -> anyhow::Result<()> {
     let mut calls = Vec::new();
     for host in hosts.all() {
         for guest in host.list_guests().await? {
-            let request = v1::UpdateStaticKeysRequest {
+            let request = v1::SetClaimsRequest {
                 guest: guest.guest,
-                updates: vec![v1::KeyUpdate {
-                    name: "alpha".to_owned(),
-                    op: op.into(),
-                    ..v1::KeyUpdate::default()
-                }],
-                result_view: v1::ResultView::Summary.into(),
-                ..v1::UpdateStaticKeysRequest::default()
+                owner: "load".to_owned(),
+                generation,
+                claims: claims.to_vec(),
+                ..v1::SetClaimsRequest::default()
             };
             calls.push((Arc::clone(&host), request));
         }
     }
     let calls = futures_util::stream::iter(calls);
     let mut answers = calls
-        .map(|(host, request)| tokio::spawn(async move { host.update(request).await }))
+        .map(|(host, request)| tokio::spawn(async move { host.set_claims(request).await }))
         .buffer_unordered(usize::MAX);
     while let Some(answer) = answers.next().await {
         answer??;
@@ -165,9 +162,14 @@ async fn run(folder: &std::path::Path, guests: usize, hosts: usize) -> anyhow::R
     );
 
     let bare = Hosts::new(&configs)?;
-    bare_loop(&bare, v1::KeyOp::Inc).await?;
+    let claim = v1::KeyClaim {
+        key: "alpha".to_owned(),
+        want: v1::ClaimWant::Held.into(),
+        ..v1::KeyClaim::default()
+    };
+    bare_loop(&bare, 1, &[claim]).await?;
     let (start, before) = (Instant::now(), cpu());
-    bare_loop(&bare, v1::KeyOp::Dec).await?;
+    bare_loop(&bare, 2, &[]).await?;
     let (p50, p99, bare_last) = flips.since(start);
     let bare_cpu = cpu() - before;
     println!("bare loop: p50 {p50:.1?}, p99 {p99:.1?}, last {bare_last:.1?}, CPU {bare_cpu:.1?}");
@@ -192,7 +194,7 @@ async fn run(folder: &std::path::Path, guests: usize, hosts: usize) -> anyhow::R
     let leads = controller.lead().await;
     let waves = ["{size: 10%}"; 9].join(", ");
     let spec = format!(
-        "selector: {{guests: [\"*\"]}}\nops: [{{op: inc, keys: [alpha]}}]\nwaves: [{waves}, {{size: rest}}]\n"
+        "selector: {{guests: [\"*\"]}}\nclaims: [{{want: held, keys: [alpha]}}]\nwaves: [{waves}, {{size: rest}}]\n"
     );
     let (start, memory, before) = (Instant::now(), resident_kib(), cpu());
     let running = leads.plan("load", &spec, "uid:0").await?;

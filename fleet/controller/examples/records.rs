@@ -15,7 +15,7 @@ use patchbay_fleet::storage;
 use patchbay_fleet::store::{EtcdStore, Fence, Store, Transaction, Write, commit_all};
 
 const SPEC: &str =
-    "selector: {guests: [\"*\"]}\nops: [{op: inc, keys: [alpha]}]\nwaves: [{size: rest}]\n";
+    "selector: {guests: [\"*\"]}\nclaims: [{want: held, keys: [alpha]}]\nwaves: [{size: rest}]\n";
 
 fn resident_mib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();

@@ -19,6 +19,7 @@ use tonic::transport::server::UdsConnectInfo;
 use tonic::{Request, Response, Status};
 
 use crate::controller::{Controller, Leadership, PlanError};
+use crate::rollout::{Member, Rollout, State};
 use crate::runner::{Command, NotDeleted, Running, now};
 use crate::store::StoreError;
 use crate::{drift, hosts, view};
@@ -92,6 +93,27 @@ impl Api {
             None => Err(deposed()),
         }
     }
+}
+
+/// Returns the index of the guest's member. `host` may be empty if only one host has such a guest.
+fn find(rollout: &Rollout, host: &str, guest: &str) -> Result<usize, Status> {
+    let members = rollout.members();
+    let is_meant = |member: &Member| {
+        let is_on_host = host.is_empty() || member.host == host;
+        is_on_host && member.guest == guest && member.state != State::Superseded
+    };
+    let meant = members.iter().filter(|member| is_meant(member));
+    let hosts: BTreeSet<&str> = meant.map(|member| member.host.as_str()).collect();
+    if hosts.len() > 1 {
+        let several = hosts.len();
+        let text = format!("{several} hosts have a guest {guest:?}; name the host with --host");
+        return Err(Status::invalid_argument(text));
+    }
+    members.iter().rposition(is_meant).ok_or_else(|| {
+        let name = &rollout.header().name;
+        let text = format!("the spec of rollout {name} does not select a guest {guest:?}");
+        Status::not_found(text)
+    })
 }
 
 fn deposed() -> Status {
@@ -299,6 +321,18 @@ impl RolloutService for Api {
         Ok(Response::new(v1::UndoResponse { rollout }))
     }
 
+    async fn forget(
+        &self,
+        request: Request<v1::ForgetRequest>,
+    ) -> Result<Response<v1::ForgetResponse>, Status> {
+        let (principal, request) = (principal(&request)?, request.into_inner());
+        let running = self.running(&request.rollout)?;
+        let member = find(&running.rollout(), &request.host, &request.guest)?;
+        let command = Command::Forget { member };
+        let rollout = self.command(&request.rollout, command, &principal).await?;
+        Ok(Response::new(v1::ForgetResponse { rollout }))
+    }
+
     async fn delete(
         &self,
         request: Request<v1::DeleteRequest>,
@@ -326,27 +360,8 @@ impl RolloutService for Api {
         let request = request.into_inner();
         let running = self.running(&request.rollout)?;
         let rollout = running.rollout();
-        let is_meant = |member: &&crate::rollout::Member| {
-            member.guest == request.guest
-                && (request.host.is_empty() || member.host == request.host)
-        };
+        let index = find(&rollout, &request.host, &request.guest)?;
         let members = rollout.members();
-        let hosts: BTreeSet<&str> = members
-            .iter()
-            .filter(is_meant)
-            .map(|member| member.host.as_str())
-            .collect();
-        if hosts.len() > 1 {
-            let (guest, several) = (&request.guest, hosts.len());
-            let text = format!("{several} hosts have a guest {guest:?}; name the host with --host");
-            return Err(Status::invalid_argument(text));
-        }
-        // A guest that drifted and was changed again is a member twice. The last member counts.
-        let Some(index) = members.iter().rposition(|member| is_meant(&member)) else {
-            let (guest, name) = (&request.guest, &request.rollout);
-            let text = format!("the spec of rollout {name} does not select a guest {guest:?}");
-            return Err(Status::not_found(text));
-        };
         let guest = Some(view::guest(rollout.header(), index, &members[index]));
         let reasons = view::explain(&rollout, index, now());
         Ok(Response::new(v1::ExplainResponse { guest, reasons }))

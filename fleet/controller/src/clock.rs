@@ -20,6 +20,14 @@ pub fn now() -> Millis {
     })
 }
 
+/// Returns the time as a message's field.
+pub fn timestamp(millis: Millis) -> prost_types::Timestamp {
+    prost_types::Timestamp {
+        seconds: i64::try_from(millis / 1000).unwrap_or(i64::MAX),
+        nanos: i32::try_from(millis % 1000 * 1_000_000).unwrap_or(0),
+    }
+}
+
 /// The readings of both clocks at one time.
 pub struct Clocks {
     wall: Millis,

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Finds guests that differ from the state that a rollout set. It compares the keys, references and
-//! bytes of the guests that the rollout changed, and finds guests that its spec selects and that
-//! joined later.
+//! Finds guests that differ from the state that a rollout set. It compares the claims and bytes of
+//! the guests that are as wanted, and finds guests that the spec selects and that joined later.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,8 +9,8 @@ use patchbay_proto::text::hex;
 use patchbay_proto::v1;
 
 use crate::hosts::{CallError, Host, Hosts};
-use crate::plan::{self, FAN_OUT};
-use crate::rollout::{InverseOp, Member, Millis, NotLegal, Phase, PreparedPlan, State};
+use crate::plan::{self, Asks, FAN_OUT};
+use crate::rollout::{Claim, Member, Millis, NotLegal, Phase, Plan, State, bounded};
 use crate::runner::{Command, Running, now};
 use crate::spec::{LateGuests, Spec};
 use crate::storage;
@@ -60,13 +59,13 @@ pub enum DriftError {
     Deposed,
 }
 
-/// The last member of each guest, by host and name.
+/// The member of each guest, by host and name.
 type Current = BTreeMap<(String, String), (usize, Member)>;
 
 /// The parts of a rollout that are compared.
 struct Snapshot {
     name: String,
-    request_prefix: String,
+    owner: String,
     phase: Phase,
     created: Millis,
     waves: usize,
@@ -74,17 +73,27 @@ struct Snapshot {
 }
 
 impl Snapshot {
+    fn asks<'s>(&self, spec: &'s Spec) -> Asks<'s> {
+        Asks {
+            rollout: self.name.clone(),
+            owner: self.owner.clone(),
+            created: self.created,
+            spec,
+        }
+    }
+
     fn of(running: &Running) -> Self {
         let rollout = running.rollout();
         let header = rollout.header();
         let members = rollout.members().iter().cloned().enumerate();
         Self {
             name: header.name.clone(),
-            request_prefix: header.request_prefix(),
+            owner: header.owner(),
             phase: header.phase,
             created: header.created,
             waves: header.waves.len(),
             current: members
+                .filter(|(_, member)| member.state != State::Superseded)
                 .map(|(index, member)| {
                     ((member.host.clone(), member.guest.clone()), (index, member))
                 })
@@ -115,15 +124,16 @@ pub async fn drift(
     }
     let mut report = compare(hosts, &running.spec, &snapshot).await;
     for (_, member) in snapshot.current.values() {
-        if let State::Failed { why, .. } = &member.state {
-            let drift = found(
-                member,
-                Cause::Key,
-                None,
-                "changed",
-                &format!("failed: {why}"),
-            );
-            report.drifts.push(drift);
+        let why = match &member.state {
+            State::NotYet { why, .. } => Some(why.as_str()),
+            State::Claiming { again: true } => Some("it is tried again"),
+            _ => None,
+        };
+        if let Some(why) = why {
+            let actual = format!("not yet: {why}");
+            report
+                .drifts
+                .push(found(member, Cause::Key, None, "as wanted", &actual));
         }
     }
     let late = late(hosts, &running.spec, &snapshot.current).await;
@@ -154,16 +164,27 @@ async fn late(
     spec: &Spec,
     current: &Current,
 ) -> Vec<(std::sync::Arc<Host>, v1::GuestStatus)> {
-    let (mut selected, _) = plan::select(hosts, spec).await;
-    selected.retain(|(host, status)| {
-        !current.contains_key(&(host.config.name.clone(), status.guest.clone()))
+    let (selected, _) = plan::select(hosts, spec).await;
+    let id = |(host, status): &(std::sync::Arc<Host>, v1::GuestStatus)| {
+        (host.config.name.clone(), status.guest.clone())
+    };
+    let present: BTreeSet<(String, String)> = selected.iter().map(id).collect();
+    // A guest that is gone from its host may be one that appears on another.
+    let gone = current
+        .iter()
+        .filter(|(guest, (_, member))| !present.contains(guest) && member.may_be_changed());
+    let gone: BTreeSet<&str> = gone.map(|((_, guest), _)| guest.as_str()).collect();
+    let mut late = selected;
+    late.retain(|guest| {
+        let (host, name) = id(guest);
+        !gone.contains(name.as_str()) && !current.contains_key(&(host, name))
     });
-    selected
+    late
 }
 
 async fn compare(hosts: &Hosts, spec: &Spec, snapshot: &Snapshot) -> Report {
     let is_changed =
-        |(_, member): &&(usize, Member)| matches!(member.state, State::Committed { .. });
+        |(_, member): &&(usize, Member)| matches!(member.state, State::AsWanted { .. });
     let changed: Vec<Member> = snapshot
         .current
         .values()
@@ -171,18 +192,17 @@ async fn compare(hosts: &Hosts, spec: &Spec, snapshot: &Snapshot) -> Report {
         .map(|(_, member)| member.clone())
         .collect();
     let compared = changed.len();
-    // References that have expired by the TTL of the spec are not drift.
+    // Claims that have expired by the TTL of the spec are not drift.
     let has_expired = spec
         .ttl
         .is_some_and(|ttl| snapshot.created.saturating_add(ttl.millis()) <= now());
-    let reason = &plan::reason_prefix(&snapshot.name);
     let drifts = futures_util::stream::iter(changed)
         .map(|member| async move {
             let Some(host) = hosts.get(&member.host) else {
                 let why = "its host is not known any more";
                 return vec![found(&member, Cause::Unreachable, None, "compared", why)];
             };
-            match compare_guest(&host, &member, spec, reason, has_expired).await {
+            match compare_guest(&host, &member, &snapshot.owner, has_expired).await {
                 Ok(drifts) => drifts,
                 Err(status) => {
                     let why = CallError::new(&status).why;
@@ -213,24 +233,29 @@ fn found(member: &Member, cause: Cause, key: Option<&str>, desired: &str, actual
 async fn compare_guest(
     host: &Host,
     member: &Member,
-    spec: &Spec,
-    reason: &str,
+    owner: &str,
     has_expired: bool,
 ) -> Result<Vec<Drift>, tonic::Status> {
-    let mut held: BTreeMap<String, u32> = BTreeMap::new();
-    for hold in host.holds(&member.guest).await? {
-        if hold.reason.starts_with(reason) {
-            *held.entry(hold.key).or_default() += hold.references;
-        }
-    }
-    let counts = spec.ops.0.iter().any(|op| op.op.counts());
+    let (claims, boot) = host.claims(&member.guest, owner).await?;
+    let claimed: BTreeMap<&str, v1::ClaimState> = claims
+        .iter()
+        .map(|claim| (claim.key.as_str(), claim.state()))
+        .collect();
+    let has_booted = !boot.is_empty() && boot != member.boot;
     let mut drifts = Vec::new();
-    for op in member.plan.set.inverse() {
-        let key = host.key(&member.guest, &op.key).await?;
-        let held = held.get(&op.key).copied().unwrap_or(0);
-        if !has_expired {
-            drifts.extend(compare_key(member, op, &key, held, counts));
+    for claim in member.plan.set.claims() {
+        let state = claimed.get(claim.key.as_str()).copied();
+        if let Some(actual) = differs(state, has_booted, has_expired) {
+            let desired = desired(claim);
+            drifts.push(found(
+                member,
+                Cause::Key,
+                Some(&claim.key),
+                &desired,
+                actual,
+            ));
         }
+        let key = host.key(&member.guest, &claim.key).await?;
         let foreign = i32::from(v1::SiteObstacle::ForeignBytes);
         if let Some(site) = key.sites.iter().find(|site| site.obstacle == foreign) {
             let bytes = hex(&site.current_bytes);
@@ -239,7 +264,7 @@ async fn compare_guest(
             drifts.push(found(
                 member,
                 Cause::Bytes,
-                Some(&op.key),
+                Some(&claim.key),
                 desired,
                 actual.trim_end(),
             ));
@@ -248,35 +273,31 @@ async fn compare_guest(
     Ok(drifts)
 }
 
-/// Compares a key. `held` is the number of references with the rollout's reason. If the inverse
-/// drops references, the rollout has taken them.
-fn compare_key(
-    member: &Member,
-    op: &InverseOp,
-    key: &v1::StaticKey,
-    held: u32,
-    counts: bool,
-) -> Option<Drift> {
-    let state = |enabled| if enabled { "enabled" } else { "disabled" };
-    let took = op.op == i32::from(v1::KeyOp::Dec) || op.op == i32::from(v1::KeyOp::Disable);
-    if took && held < op.times {
-        let desired = format!("{} references of the rollout", op.times);
-        let actual = format!("{held}, and the key is {}", state(key.enabled));
-        return Some(found(member, Cause::Key, Some(&op.key), &desired, &actual));
-    }
-    if !counts && key.enabled != took {
-        return Some(found(
-            member,
-            Cause::Key,
-            Some(&op.key),
-            state(took),
-            state(key.enabled),
-        ));
-    }
-    None
+fn desired(claim: &Claim) -> String {
+    format!("claimed {}", claim.want.name())
 }
 
-/// Prepares the spec again on each drifted guest, and adds these guests as a wave.
+/// Returns how the claim's state on the guest differs from a claim that is made; `None` if it does
+/// not.
+fn differs(
+    state: Option<v1::ClaimState>,
+    has_booted: bool,
+    has_expired: bool,
+) -> Option<&'static str> {
+    match state {
+        Some(v1::ClaimState::Made) => None,
+        // The guest may be about to end it.
+        _ if has_expired => None,
+        Some(v1::ClaimState::HeldByOthers) => Some("another claim or a hold decides"),
+        Some(v1::ClaimState::Missing) => Some("the kernel has no such key now"),
+        Some(v1::ClaimState::Void) => Some("the guest has changed the key since"),
+        Some(v1::ClaimState::Refused | v1::ClaimState::Unspecified) => Some("not made"),
+        None if has_booted => Some("not claimed: the guest has booted again"),
+        None => Some("not claimed"),
+    }
+}
+
+/// Validates the spec again on each drifted guest, and adds these guests as a wave.
 async fn fix(
     hosts: &Hosts,
     running: &Running,
@@ -288,7 +309,7 @@ async fn fix(
         drift.left = match drift.cause {
             Cause::Late | Cause::Key => None,
             Cause::Bytes => Some("a flip does not write over foreign bytes; boot the guest again"),
-            Cause::Unreachable => Some("nothing is known of it"),
+            Cause::Unreachable => Some("its state is unknown"),
         }
         .map(str::to_owned);
     }
@@ -298,19 +319,17 @@ async fn fix(
         .filter(|drift| drift.left.is_none())
         .map(|drift| (drift.host.clone(), drift.guest.clone()))
         .collect();
-    let (name, wave) = (&snapshot.name, format!("fix-{}", snapshot.waves + 1));
-    let request_id = &format!("{}/{wave}/prepare", snapshot.request_prefix);
-    let prepared = futures_util::stream::iter(wanted)
-        .map(|(host, guest)| async move {
-            let host = hosts.get(&host)?;
-            let status = v1::GuestStatus {
-                guest,
-                ..v1::GuestStatus::default()
-            };
-            Some(prepare(name, request_id, &running.spec, &host, status).await)
+    let wave = format!("fix-{}", snapshot.waves + 1);
+    let asks = &snapshot.asks(&running.spec);
+    let validated = futures_util::stream::iter(wanted)
+        .map(|guest| async move {
+            let host = hosts.get(&guest.0)?;
+            let member = snapshot.current.get(&guest);
+            let generation = member.map_or(1, |(_, member)| member.generation.saturating_add(1));
+            Some(validate(asks, &host, &guest.1, generation).await)
         })
         .buffered(FAN_OUT);
-    let prepared: Vec<Option<Member>> = prepared.collect().await;
+    let prepared: Vec<Option<Member>> = validated.collect().await;
     let (skipped, added): (Vec<Member>, Vec<Member>) = prepared
         .into_iter()
         .flatten()
@@ -327,27 +346,22 @@ async fn fix(
     if added.is_empty() {
         return Ok(());
     }
-    tell(running, Command::Extend { wave, added }, principal).await
+    let command = Command::Extend {
+        name: wave,
+        added,
+        by_waves: true,
+    };
+    tell(running, command, principal).await
 }
 
-/// Prepares the guest's plan. A plan that does not fit into the store is left out.
-async fn prepare(
-    name: &str,
-    request_id: &str,
-    spec: &Spec,
-    host: &Host,
-    status: v1::GuestStatus,
-) -> Member {
-    let (mut member, _) = plan::prepare(name, request_id, spec, host, status).await;
+/// Validates the claims on a guest's keys. A guest whose claims do not fit into the store is left
+/// out.
+async fn validate(asks: &Asks<'_>, host: &Host, guest: &str, generation: u64) -> Member {
+    let (mut member, _) = asks.validate(host, guest, generation).await;
     if let Err(error) = storage::check_member(&member) {
-        let why = error.to_string();
-        let plan = PreparedPlan::default();
-        let state = State::Skipped { why };
-        member = Member {
-            plan,
-            state,
-            ..member
-        };
+        let why = bounded(&error.to_string());
+        member.plan = Plan::default();
+        member.state = State::Skipped { why };
     }
     member
 }
@@ -362,13 +376,17 @@ async fn adopt(
     for drift in &mut report.drifts {
         let guest = (drift.host.clone(), drift.guest.clone());
         match drift.cause {
-            Cause::Unreachable => drift.left = Some("nothing is known of it".to_owned()),
+            Cause::Unreachable => drift.left = Some("its state is unknown".to_owned()),
             Cause::Late => joined.push(Member {
                 host: guest.0,
                 guest: guest.1,
                 domain: String::new(),
-                plan: PreparedPlan::default(),
+                plan: Plan::default(),
                 health: None,
+                generation: 0,
+                boot: String::new(),
+                is_confirmed: false,
+                expires: None,
                 state: State::Skipped {
                     why: "it joined after the plan and was taken as it is".to_owned(),
                 },
@@ -402,12 +420,10 @@ pub async fn change_late(hosts: &Hosts, running: &Running) -> Result<(), DriftEr
     if snapshot.phase != Phase::Completed {
         return Ok(());
     }
-    let (name, wave) = (&snapshot.name, format!("late-{}", snapshot.waves + 1));
-    let request_id = &format!("{}/{wave}/prepare", snapshot.request_prefix);
+    let wave = format!("late-{}", snapshot.waves + 1);
+    let asks = &snapshot.asks(&running.spec);
     let prepared = futures_util::stream::iter(late(hosts, &running.spec, &snapshot.current).await)
-        .map(|(host, status)| async move {
-            prepare(name, request_id, &running.spec, &host, status).await
-        })
+        .map(|(host, status)| async move { validate(asks, &host, &status.guest, 1).await })
         .buffered(FAN_OUT);
     let mut added: Vec<Member> = prepared.collect().await;
     // A guest that refuses now may not have booted yet, so it remains drift.
@@ -415,5 +431,10 @@ pub async fn change_late(hosts: &Hosts, running: &Running) -> Result<(), DriftEr
     if added.is_empty() {
         return Ok(());
     }
-    tell(running, Command::Extend { wave, added }, "").await
+    let command = Command::Extend {
+        name: wave,
+        added,
+        by_waves: false,
+    };
+    tell(running, command, "").await
 }

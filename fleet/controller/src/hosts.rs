@@ -4,7 +4,7 @@
 //! A leader's connections live only as long as its term. Dropping [`Hosts`] ends every call in
 //! progress.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::future::Future;
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -23,6 +23,8 @@ use tonic_types::StatusExt;
 
 pub use patchbay_access::connect::TlsFiles;
 
+use crate::store::registry::GuestRecord;
+
 /// The maximum number of concurrent calls to a host. A host serves 128 calls of one connection. Its
 /// monitors serve 128 calls of the host, some of which are left for other clients of the host.
 const CALLS: usize = 64;
@@ -34,6 +36,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 const MAX_ANSWER_BYTES: usize = 8 << 20;
+/// The maximum number of changes of the registry that are kept.
+const MAX_CHANGES: usize = 4096;
 
 /// The address of a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -75,9 +79,19 @@ pub struct Host {
 #[derive(Clone)]
 pub struct Hosts {
     by_name: Arc<RwLock<BTreeMap<String, Arc<Host>>>>,
-    /// The names of the hosts that have a guest, by the guest's name, according to the registry.
-    guests: Arc<RwLock<BTreeMap<String, BTreeSet<String>>>>,
+    /// The records of the registry, by the names of the guest and of its host.
+    guests: Arc<RwLock<BTreeMap<String, BTreeMap<String, GuestRecord>>>>,
+    /// The latest changes, oldest first. The last one has the number in `changes`.
+    latest: Arc<RwLock<VecDeque<Changed>>>,
     changes: watch::Sender<u64>,
+}
+
+/// A host or guest of the registry that has changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Changed {
+    pub host: String,
+    /// `None` for the host itself.
+    pub guest: Option<String>,
 }
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -100,6 +114,7 @@ impl Hosts {
         Ok(Self {
             by_name: Arc::new(RwLock::new(by_name)),
             guests: Arc::default(),
+            latest: Arc::default(),
             changes: watch::Sender::new(0),
         })
     }
@@ -115,9 +130,29 @@ impl Hosts {
         by_name.values().cloned().collect()
     }
 
-    /// Returns a counter that changes with every change of the registry.
+    /// Returns a counter that advances with every change of the registry.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
+    }
+
+    /// Returns the changes since the counter had this value; `None` if they are not kept any more.
+    pub fn changed_since(&self, count: u64) -> Option<Vec<Changed>> {
+        let latest = self.latest.read().unwrap_or_else(PoisonError::into_inner);
+        let new = usize::try_from(self.changes.borrow().saturating_sub(count)).ok()?;
+        let skipped = latest.len().checked_sub(new)?;
+        Some(latest.iter().skip(skipped).cloned().collect())
+    }
+
+    fn changed(&self, host: &str, guest: Option<&str>) {
+        let mut latest = self.latest.write().unwrap_or_else(PoisonError::into_inner);
+        latest.push_back(Changed {
+            host: host.to_owned(),
+            guest: guest.map(str::to_owned),
+        });
+        if latest.len() > MAX_CHANGES {
+            latest.pop_front();
+        }
+        self.changes.send_modify(|count| *count += 1);
     }
 
     /// Adds a host of the registry. A host of the configuration with the same name is not replaced.
@@ -132,11 +167,11 @@ impl Hosts {
             Some(known) if known.config == config => {}
             _ => {
                 let name = config.name.clone();
-                by_name.insert(name, Arc::new(Host::new(config, true)));
+                by_name.insert(name, Arc::new(Host::new(config.clone(), true)));
             }
         }
         drop(by_name);
-        self.changes.send_modify(|count| *count += 1);
+        self.changed(&config.name, None);
         Ok(())
     }
 
@@ -158,27 +193,48 @@ impl Hosts {
             .clear();
     }
 
-    /// Records that the registry has a guest, or no longer has it.
-    pub fn set_guest(&self, host: &str, guest: &str, present: bool) {
+    /// Records what the registry has of a guest; `None` if it no longer has the guest. The guest's
+    /// revision is no change, because it advances with each change of its keys.
+    pub fn set_guest(&self, host: &str, guest: &str, record: Option<GuestRecord>) {
         let mut guests = self.guests.write().unwrap_or_else(PoisonError::into_inner);
         let hosts = guests.entry(guest.to_owned()).or_default();
-        match present {
-            true => hosts.insert(host.to_owned()),
-            false => hosts.remove(host),
+        let record = record.map(|record| GuestRecord {
+            revision: 0,
+            ..record
+        });
+        let before = match record.clone() {
+            Some(record) => hosts.insert(host.to_owned(), record),
+            None => hosts.remove(host),
         };
         if hosts.is_empty() {
             guests.remove(guest);
         }
         drop(guests);
-        self.changes.send_modify(|count| *count += 1);
+        if before != record {
+            self.changed(host, Some(guest));
+        }
     }
 
-    /// Returns another host that has a guest of this name, according to the registry.
-    pub fn elsewhere(&self, host: &str, guest: &str) -> Option<String> {
+    /// Returns the other hosts that have a guest of this name, according to the registry. There is
+    /// none while the registry has the guest on this host.
+    pub fn elsewhere(&self, host: &str, guest: &str) -> Vec<String> {
         let guests = self.guests.read().unwrap_or_else(PoisonError::into_inner);
-        let mut hosts = guests.get(guest)?.iter();
-        hosts.find(|other| *other != host).cloned()
+        match guests.get(guest) {
+            Some(hosts) if !hosts.contains_key(host) => hosts.keys().cloned().collect(),
+            _ => vec![],
+        }
     }
+}
+
+/// Limits the time of a whole call, because the limit of tonic ends with the beginning of the
+/// answer.
+async fn within<T>(call: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
+    let answered = tokio::time::timeout(CALL_TIMEOUT, call).await;
+    answered.unwrap_or_else(|_| {
+        Err(Status::deadline_exceeded(
+            "the host does not answer in time",
+        ))
+    })
 }
 
 /// Creates a channel that connects at the first call.
@@ -253,7 +309,8 @@ impl Host {
                 page_token,
                 patterns: vec![],
             };
-            let page = self.guests().list_guests(timed(request)).await;
+            let mut guests = self.guests();
+            let page = within(guests.list_guests(timed(request))).await;
             let page = page.map_err(|status| self.look_at(status))?;
             let page = page.into_inner();
             let next = pages.next(&page, &page.next_page_token)?;
@@ -265,53 +322,46 @@ impl Host {
         }
     }
 
-    /// Prepares a plan, and returns it with the results of all its pages.
-    pub async fn prepare(
+    pub async fn set_claims(
         &self,
-        request: v1::PrepareUpdateRequest,
-    ) -> Result<v1::PrepareUpdateResponse, Status> {
+        request: v1::SetClaimsRequest,
+    ) -> Result<v1::SetClaimsResponse, Status> {
         let _permit = self.permit().await?;
-        let guest = request.guest.clone();
-        let mut keys = self.keys();
-        let plan = keys.prepare_update(timed(request)).await;
-        let mut plan = plan.map_err(|status| self.look_at(status))?.into_inner();
-        let mut pages = Pages::of("results");
-        let mut next = pages.next(&plan, &plan.next_page_token)?;
-        while let Some(page_token) = next {
-            let request = v1::ListUpdateResultsRequest {
-                guest: guest.clone(),
-                page_token,
-            };
-            let page = keys.list_update_results(timed(request)).await?.into_inner();
-            next = pages.next(&page, &page.next_page_token)?;
-            plan.results.extend(page.results);
+        within(async {
+            let answer = self.keys().set_claims(timed(request)).await;
+            Ok(answer.map_err(|status| self.look_at(status))?.into_inner())
+        })
+        .await
+    }
+
+    /// Returns the claims of the owner with this name, and the guest's boot.
+    pub async fn claims(
+        &self,
+        guest: &str,
+        owner: &str,
+    ) -> Result<(Vec<v1::Claim>, String), Status> {
+        let (mut claims, mut pages) = (Vec::new(), Pages::of("claims"));
+        let mut request = claims_of(guest, owner, 10_000);
+        let _permit = self.permit().await?;
+        loop {
+            let page = self.keys().list_claims(timed(request.clone())).await;
+            let page = page.map_err(|status| self.look_at(status))?.into_inner();
+            let next = pages.next(&page, &page.next_page_token)?;
+            claims.extend(page.claims);
+            match next {
+                Some(token) => request.page_token = token,
+                None => return Ok((claims, page.boot)),
+            }
         }
-        plan.next_page_token.clear();
-        Ok(plan)
     }
 
-    pub async fn commit(
-        &self,
-        request: v1::CommitUpdateRequest,
-    ) -> Result<v1::CommitUpdateResponse, Status> {
+    /// Returns the guest's boot, and whether the owner with this name has a claim.
+    pub async fn boot(&self, guest: &str, owner: &str) -> Result<(String, bool), Status> {
         let _permit = self.permit().await?;
-        let answer = self.keys().commit_update(timed(request)).await;
-        Ok(answer.map_err(|status| self.look_at(status))?.into_inner())
-    }
-
-    pub async fn update(
-        &self,
-        request: v1::UpdateStaticKeysRequest,
-    ) -> Result<v1::UpdateStaticKeysResponse, Status> {
-        let _permit = self.permit().await?;
-        let answer = self.keys().update_static_keys(timed(request)).await;
-        Ok(answer.map_err(|status| self.look_at(status))?.into_inner())
-    }
-
-    pub async fn discard(&self, request: v1::DiscardUpdateRequest) -> Result<(), Status> {
-        let _permit = self.permit().await?;
-        self.keys().discard_update(timed(request)).await?;
-        Ok(())
+        let mut keys = self.keys();
+        let page = within(keys.list_claims(timed(claims_of(guest, owner, 1)))).await;
+        let page = page.map_err(|status| self.look_at(status))?.into_inner();
+        Ok((page.boot, !page.claims.is_empty()))
     }
 
     /// Returns the first page of a guest's keys whose names match.
@@ -409,7 +459,7 @@ impl Host {
         let mut client = client.max_decoding_message_size(MAX_ANSWER_BYTES);
         let (mut found, mut pages) = (Vec::new(), Pages::of("tracepoints"));
         loop {
-            let page = client.list_tracepoints(timed(request.clone())).await;
+            let page = within(client.list_tracepoints(timed(request.clone()))).await;
             let page = page.map_err(|status| self.look_at(status))?.into_inner();
             let next = pages.next(&page, &page.next_page_token)?;
             found.extend(page.tracepoints);
@@ -458,6 +508,15 @@ pub fn current_trace() -> Option<u128> {
     TRACE_ID.try_with(|trace_id| *trace_id).ok()
 }
 
+fn claims_of(guest: &str, owner: &str, page_size: i32) -> v1::ListClaimsRequest {
+    v1::ListClaimsRequest {
+        guest: guest.to_owned(),
+        owner: owner.to_owned(),
+        page_size,
+        ..v1::ListClaimsRequest::default()
+    }
+}
+
 fn timed<T>(message: T) -> Request<T> {
     let mut request = Request::new(message);
     if let Some(trace_id) = current_trace() {
@@ -473,23 +532,21 @@ fn timed<T>(message: T) -> Request<T> {
 pub struct CallError {
     pub verdict: Verdict,
     pub is_certificate_refused: bool,
-    /// True if the host does not have the guest.
-    pub is_guest_gone: bool,
-    /// True if the guest's service does not know the plan.
-    pub is_plan_unknown: bool,
+    /// True if the host does not have the guest, or does not answer.
+    pub may_have_moved: bool,
+    /// True if the guest has booted since the boot that the call names.
+    pub has_booted: bool,
+    /// The generation that the guest has seen, if the call's is lower.
+    pub seen: Option<u64>,
     pub why: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// The service refused the change, and would refuse a repeat.
+    /// The service refused the change. It refuses a repeat too, unless the guest has changed.
     Refused,
     /// The service refused the change temporarily.
     Busy,
-    /// The caller does not hold the reference that the op would drop.
-    NotHolder,
-    /// The kernel would warn about the op at this count.
-    WouldWarn,
     /// The outcome is unknown, because there was no answer or the answer did not come from the
     /// service.
     Unknown,
@@ -503,8 +560,9 @@ impl CallError {
             return Self {
                 verdict: Verdict::Unknown,
                 is_certificate_refused: false,
-                is_guest_gone: false,
-                is_plan_unknown: false,
+                may_have_moved: true,
+                has_booted: false,
+                seen: None,
                 why: match patchbay_access::connect::explain(status) {
                     Some(words) => format!("{:?}: {words}", status.code()),
                     None => format!("{:?}: {}", status.code(), innermost(status)),
@@ -517,10 +575,10 @@ impl CallError {
             | "VCPU_NOT_STOPPED"
             | "TOO_MANY_CALLS"
             | "TOO_MANY_CONNECTIONS" => Verdict::Busy,
-            "NOT_HOLDER" => Verdict::NotHolder,
-            "WOULD_WARN" => Verdict::WouldWarn,
             // The call is repeated with the certificate that is present at that time.
             "CERTIFICATE_REFUSED" => Verdict::Unknown,
+            // The guest may be on its way to another host, or its daemon is just starting.
+            "GUEST_NOT_FOUND" => Verdict::Unknown,
             "INTERNAL" | "CANCELLED" | "ENDPOINT_ENDING" | "WRITE_FAULT" => Verdict::Unknown,
             _ if status.code() == Code::Unavailable => Verdict::Unknown,
             _ => Verdict::Refused,
@@ -528,8 +586,11 @@ impl CallError {
         Self {
             verdict,
             is_certificate_refused: info.reason == "CERTIFICATE_REFUSED",
-            is_guest_gone: info.reason == "GUEST_NOT_FOUND",
-            is_plan_unknown: info.reason == "PLAN_NOT_FOUND",
+            may_have_moved: info.reason == "GUEST_NOT_FOUND",
+            has_booted: info.reason == "BOOT_CHANGED",
+            seen: (info.reason == "GENERATION_STALE")
+                .then(|| info.metadata.get("generation")?.parse().ok())
+                .flatten(),
             why: format!("{}: {}", info.reason, status.message()),
         }
     }

@@ -109,8 +109,12 @@ fn apply(hosts: &Hosts, reach: &Reach, change: &Change) {
             }
         }
         Ok(Some(Registered::HostGone(name))) => hosts.unregister(&name),
-        Ok(Some(Registered::Guest { host, guest, .. })) => hosts.set_guest(&host, &guest, true),
-        Ok(Some(Registered::GuestGone { host, guest })) => hosts.set_guest(&host, &guest, false),
+        Ok(Some(Registered::Guest {
+            host,
+            guest,
+            record,
+        })) => hosts.set_guest(&host, &guest, Some(record)),
+        Ok(Some(Registered::GuestGone { host, guest })) => hosts.set_guest(&host, &guest, None),
         Ok(None) => tracing::warn!(key = change.key(), "a foreign key in the registry"),
         Err(error) => tracing::error!("a host is left out: {error}"),
     }

@@ -49,19 +49,18 @@ impl Default for Inner {
 }
 
 impl Metrics {
-    /// Counts an attempt to commit on a guest. `pause_us` is the pause in microseconds if the guest
-    /// was changed.
-    pub fn committed(&self, pause_us: Option<u64>) {
-        self.change("commit", pause_us.is_some());
+    /// Counts a call that sends claims. `pause_us` is the pause in microseconds if they are made.
+    pub fn claimed(&self, pause_us: Option<u64>) {
+        self.change("claim", pause_us.is_some());
         if let Some(pause_us) = pause_us {
             #[allow(clippy::cast_precision_loss)]
             self.0.pauses.observe(pause_us as f64 / 1e6);
         }
     }
 
-    /// Counts an inverse change that a guest made, or failed to make.
-    pub fn reverted(&self, is_ok: bool) {
-        self.change("revert", is_ok);
+    /// Counts a call that ends claims.
+    pub fn released(&self, is_ok: bool) {
+        self.change("release", is_ok);
     }
 
     fn change(&self, op: &'static str, is_ok: bool) {
@@ -94,12 +93,12 @@ impl Metrics {
         let inner = &self.0;
         registry.register(
             "guest_changes",
-            "Answers of guests to commits and inverse changes",
+            "Calls to guests that make or end claims",
             inner.changes.clone(),
         );
         registry.register_with_unit(
             "commit_pause",
-            "Time that commits stopped their guests, as the guests report it",
+            "Time that changes stopped their guests, as the guests report it",
             Unit::Seconds,
             inner.pauses.clone(),
         );

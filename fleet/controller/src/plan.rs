@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Makes a planned rollout from a spec. It selects guests, prepares their plans, and divides them
-//! into waves.
+//! Makes a planned rollout from a spec. It selects guests, validates the claims on their keys, and
+//! divides them into waves.
 
 mod tracepoints;
 
@@ -12,16 +12,19 @@ use patchbay_proto::text::hex;
 use patchbay_proto::v1;
 use sha2::{Digest, Sha256};
 
-use crate::hosts::{self, CallError, Host, Hosts, Verdict};
+use crate::clock::timestamp;
+use crate::hosts::{self, CallError, Host, Hosts};
 use crate::rollout::{
-    Header, InverseOp, KeySet, KeySets, Member, Millis, Phase, PreparedPlan, Rollout, State,
-    TimelineEntry, Tracepoint, Wave,
+    Claim, Header, KeySet, KeySets, Member, Millis, Phase, Plan, Rollout, State, TimelineEntry,
+    Tracepoint, Want, Wave, bounded,
 };
-use crate::spec::{OpKind, Selector, Size, Spec};
+use crate::spec::{ClaimOf, Selector, Size, Spec};
 
-/// The lifetime of plans. It is one day, so that a rollout may take that long.
-const PLAN_TTL_SECONDS: i64 = 24 * 3600;
-/// The maximum number of guests that prepare at the same time. Each host has its own limit too.
+/// The maximum length of a key's name that a monitor may report.
+const MAX_KEY_BYTES: usize = 512;
+/// The maximum length of a guest's name that a host may report.
+const MAX_GUEST_BYTES: usize = 253;
+/// The maximum number of guests that are asked at the same time. Each host has its own limit too.
 pub const FAN_OUT: usize = 1024;
 
 /// Plans the spec on every guest that it selects.
@@ -55,27 +58,40 @@ pub async fn plan(
         trace_id: hosts::current_trace().map_or_else(String::new, |id| format!("{id:032x}")),
         run: format!("{:016x}", fastrand::u64(..)),
     };
-    let request_id = &format!("{}/prepare", header.request_prefix());
-    let prepared = futures_util::stream::iter(selected)
-        .map(|(host, status)| async move { prepare(name, request_id, spec, &host, status).await })
+    let asks = &Asks {
+        rollout: name.to_owned(),
+        owner: header.owner(),
+        created: now,
+        spec,
+    };
+    let validated = futures_util::stream::iter(selected)
+        .map(|(host, status)| async move { asks.validate(&host, &status.guest, 1).await })
         .buffer_unordered(FAN_OUT);
-    let mut prepared = std::pin::pin!(prepared);
+    let mut validated = std::pin::pin!(validated);
     let (mut members, mut sets) = (Vec::<(Member, String)>::new(), KeySets::default());
-    while let Some((mut member, label)) = prepared.next().await {
+    while let Some((mut member, label)) = validated.next().await {
         member.plan.set = sets.shared(member.plan.set);
         members.push((member, label));
     }
-    // The order must not depend on which guest answered first.
+    // The order must not depend on the order of the answers.
     members.sort_by(|(a, _), (b, _)| (&a.host, &a.guest).cmp(&(&b.host, &b.guest)));
     let is_skipped = |(member, _): &(Member, String)| matches!(member.state, State::Skipped { .. });
     let (skipped, touched): (Vec<_>, Vec<_>) = members.into_iter().partition(is_skipped);
     let mut members = spread(touched);
     header.waves = waves(spec, members.len());
+    let in_waves = header.waves.last().map_or(0, |wave| wave.members().end);
+    for member in &mut members[in_waves..] {
+        let why = "the waves end before it; a last wave with `size: rest` includes it".to_owned();
+        member.state = State::Skipped { why };
+    }
     members.extend(skipped.into_iter().map(|(member, _)| member));
     header.message = match &left_out[..] {
         [] => String::new(),
-        [first] => format!("left out: {first}"),
-        [first, more @ ..] => format!("left out: {first}; and {} more", more.len()),
+        [first] => bounded(&format!("left out: {first}")),
+        [first, more @ ..] => {
+            let more = more.len();
+            format!("left out: {}; and {more} more", bounded(first))
+        }
     };
     header.digest = digest(&header.spec_digest, &header.waves, &members);
     header.members = members.len();
@@ -117,6 +133,14 @@ pub async fn select(
         let is_named = |status: &v1::GuestStatus| {
             globs.is_empty() || globs.iter().any(|glob| glob.matches(&status.guest))
         };
+        let (list, odd): (Vec<_>, Vec<_>) = list.into_iter().partition(|status| {
+            let guest = &status.guest;
+            guest.len() <= MAX_GUEST_BYTES && !guest.contains(char::is_control)
+        });
+        if !odd.is_empty() {
+            let (host, odd) = (&host.config.name, odd.len());
+            left_out.push(format!("{host}: {odd} guests have malformed names"));
+        }
         let list = list.into_iter().filter(is_named);
         found.extend(list.map(|status| (Arc::clone(&host), status)));
     }
@@ -165,181 +189,206 @@ async fn with_kernel(
     })
 }
 
-/// Prepares the guest's plan, and returns the member with the host's value of the label in
-/// `spread_over`.
-pub async fn prepare(
-    name: &str,
-    request_id: &str,
-    spec: &Spec,
-    host: &Host,
-    status: v1::GuestStatus,
-) -> (Member, String) {
-    let label = |label: &String| host.config.labels.get(label).cloned().unwrap_or_default();
-    let domain = spec.max_concurrent.per_domain.as_ref();
-    let mut member = Member {
-        host: host.config.name.clone(),
-        guest: status.guest.clone(),
-        domain: domain
-            .map(|domain| label(&domain.label))
-            .unwrap_or_default(),
-        plan: PreparedPlan::default(),
-        health: None,
-        state: State::Pending,
-    };
-    let skip = |why: &str| State::Skipped {
-        why: why.to_owned(),
-    };
-    let spread = || spec.spread_over.as_ref().map(label).unwrap_or_default();
-    let tracepoints = match tracepoints::select(host, spec, &status.guest).await {
-        Ok(tracepoints) => tracepoints,
-        Err(why) => {
-            member.state = skip(&why);
-            return (member, spread());
-        }
-    };
-    match host
-        .prepare(request(name, request_id, spec, &status.guest, &tracepoints))
-        .await
-    {
-        Ok(plan)
-            if plan
-                .results
-                .iter()
-                .all(|key| key.count_before == key.count_after) =>
-        {
-            member.state = skip("every key is as the spec wants it");
-            let discard = v1::DiscardUpdateRequest {
-                guest: status.guest,
-                plan_id: plan.plan_id,
-            };
-            // If this fails, the plan expires.
-            let _ = host.discard(discard).await;
-        }
-        Ok(plan) => match impossible(spec, &plan.results) {
-            Some(why) => member.state = skip(&why),
-            None => {
-                member.plan = prepared_plan(spec, request_id, tracepoints, plan);
+/// Builds the requests of a rollout.
+pub struct Asks<'s> {
+    pub rollout: String,
+    /// The owner of the claims.
+    pub owner: String,
+    /// The time at which the rollout was planned, which orders its claims among those of others.
+    pub created: Millis,
+    pub spec: &'s Spec,
+}
+
+impl Asks<'_> {
+    /// Validates the claims on the guest's keys, which changes nothing. Returns the member with the
+    /// host's value of the label in `spread_over`.
+    pub async fn validate(&self, host: &Host, guest: &str, generation: u64) -> (Member, String) {
+        let spec = self.spec;
+        let label = |label: &String| host.config.labels.get(label).cloned().unwrap_or_default();
+        let domain = spec.max_concurrent.per_domain.as_ref();
+        let mut member = Member {
+            host: host.config.name.clone(),
+            guest: guest.to_owned(),
+            domain: domain
+                .map(|domain| label(&domain.label))
+                .unwrap_or_default(),
+            plan: Plan::default(),
+            health: None,
+            generation: 0,
+            boot: String::new(),
+            is_confirmed: false,
+            expires: None,
+            state: State::Pending,
+        };
+        match self.ask(host, guest, generation).await {
+            Ok((plan, boot)) => (member.plan, member.boot) = (plan, boot),
+            Err(why) => {
+                let why = bounded(&why);
+                member.state = State::Skipped { why };
             }
-        },
-        Err(status) => member.state = skip(&CallError::new(&status).why),
-    }
-    (member, spread())
-}
-
-/// Builds a request that is equal for equal arguments, so that a repeat gets the plan that the
-/// guest has kept.
-pub fn request(
-    name: &str,
-    request_id: &str,
-    spec: &Spec,
-    guest: &str,
-    tracepoints: &[Tracepoint],
-) -> v1::PrepareUpdateRequest {
-    let updates = spec.ops.0.iter().enumerate().flat_map(|(index, op)| {
-        let update = |name: &str, patterns: &[String]| v1::KeyUpdate {
-            name: name.to_owned(),
-            op: op.op.to_proto().into(),
-            patterns: patterns.to_vec(),
-            ..v1::KeyUpdate::default()
-        };
-        if !op.op.is_of_tracepoints() {
-            return vec![update("", &op.patterns)];
         }
-        let selected = tracepoints.iter().filter(|selected| selected.op == index);
-        selected
-            .map(|selected| update(&selected.key, &[]))
-            .collect()
-    });
-    let ttl = spec.ttl.map(|ttl| prost_types::Duration {
-        seconds: i64::try_from(ttl.0.as_secs()).unwrap_or(i64::MAX),
-        nanos: i32::try_from(ttl.0.subsec_nanos()).unwrap_or(0),
-    });
-    v1::PrepareUpdateRequest {
-        guest: guest.to_owned(),
-        updates: updates.collect(),
-        reason: reason(name, spec),
-        hold_ttl: ttl,
-        plan_ttl: Some(prost_types::Duration {
-            seconds: PLAN_TTL_SECONDS,
-            nanos: 0,
-        }),
-        request_id: request_id.to_owned(),
-        ..v1::PrepareUpdateRequest::default()
+        (
+            member,
+            spec.spread_over.as_ref().map(label).unwrap_or_default(),
+        )
     }
-}
 
-/// Returns the prefix of the reason of every reference that the rollout takes.
-pub fn reason_prefix(name: &str) -> String {
-    format!("rollout {name}:")
-}
-
-/// Returns the reason of the rollout's references, in one line and cut to 256 bytes.
-fn reason(name: &str, spec: &Spec) -> String {
-    let one_line = spec.reason.replace(char::is_control, " ");
-    let mut reason = format!("{} {one_line}", reason_prefix(name));
-    while reason.len() > 256 {
-        reason.pop();
-    }
-    reason
-}
-
-fn prepared_plan(
-    spec: &Spec,
-    request_id: &str,
-    tracepoints: Vec<Tracepoint>,
-    plan: v1::PrepareUpdateResponse,
-) -> PreparedPlan {
-    let counts = spec.ops.0.iter().any(|op| op.op.counts());
-    let pause = plan.predicted_pause.unwrap_or_default();
-    let pause_us = pause.seconds.saturating_mul(1_000_000) + i64::from(pause.nanos / 1000);
-    let summary = plan.summary.unwrap_or_default();
-    PreparedPlan {
-        plan_id: plan.plan_id,
-        request_id: request_id.to_owned(),
-        digest: plan.digest,
-        incarnation: plan.incarnation,
-        keys: summary.keys_changed,
-        sites: summary.sites_patched,
-        predicted_pause_us: u64::try_from(pause_us).unwrap_or(0),
-        set: Arc::new(KeySet::new(tracepoints, inverse(counts, &plan.results))),
-    }
-}
-
-/// Returns the reason why the results contradict the spec; `None` if they do not. Each op changes a
-/// key's count by at most one. The check bounds the size of an undo, which has one op for each
-/// reference.
-fn impossible(spec: &Spec, results: &[v1::KeyResult]) -> Option<String> {
-    let ops = spec.ops.0.len() as u64;
-    let counts = spec.ops.0.iter().any(|op| op.op.counts());
-    let change = |key: &v1::KeyResult| i64::from(key.count_after) - i64::from(key.count_before);
-    let key = results
-        .iter()
-        .find(|key| counts && change(key).unsigned_abs() > ops)?;
-    Some(format!(
-        "the monitor reports that the count of {} changes from {} to {}, which {ops} ops cannot cause; see the monitor's log",
-        key.name, key.count_before, key.count_after
-    ))
-}
-
-/// Returns the ops that undo the results. `counts` means that the ops were inc and dec.
-fn inverse(counts: bool, results: &[v1::KeyResult]) -> Vec<InverseOp> {
-    let inverse = |key: &v1::KeyResult| {
-        let change = i64::from(key.count_after) - i64::from(key.count_before);
-        let op = match (counts, change) {
-            (_, 0) => return None,
-            (true, 1..) => OpKind::Dec,
-            (true, _) => OpKind::Inc,
-            (false, 1..) => OpKind::Disable,
-            (false, _) => OpKind::Enable,
+    /// Returns the plan for the guest and the guest's boot, or the reason why the guest is left
+    /// out.
+    async fn ask(
+        &self,
+        host: &Host,
+        guest: &str,
+        generation: u64,
+    ) -> Result<(Plan, String), String> {
+        let tracepoints = tracepoints::select(host, self.spec, guest).await?;
+        let of_keys = self.spec.claims.0.iter();
+        let of_keys = of_keys.filter(|claim| claim.of == ClaimOf::Keys);
+        let of_keys = of_keys.map(|claim| v1::KeyClaim {
+            patterns: claim.patterns.clone(),
+            want: want(claim.want).into(),
+            ..v1::KeyClaim::default()
+        });
+        let of_tracepoints = tracepoints.iter().map(|(state, tracepoint)| v1::KeyClaim {
+            key: tracepoint.key.clone(),
+            want: want(*state).into(),
+            ..v1::KeyClaim::default()
+        });
+        let request = v1::SetClaimsRequest {
+            validate_only: true,
+            ..self.request(guest, generation, of_keys.chain(of_tracepoints).collect())
         };
-        let times = if counts { change.unsigned_abs() } else { 1 };
-        Some(InverseOp {
-            key: key.name.clone(),
-            op: op.to_proto().into(),
-            times: u32::try_from(times).unwrap_or(u32::MAX),
-        })
+        let answer = host.set_claims(request).await;
+        let answer = answer.map_err(|status| CallError::new(&status).why)?;
+        let boot = bounded(&answer.boot);
+        Ok((planned(answer, tracepoints)?, boot))
+    }
+
+    /// Returns the request that makes a member's claims in the boot that the rollout knows. A guest
+    /// that boots again forgets the generations that it has seen, so that without the boot it would
+    /// make the claims of a late call.
+    pub fn claim(&self, member: &Member, generation: u64) -> v1::SetClaimsRequest {
+        let set = &member.plan.set;
+        let claims = set.claims().iter().map(|claim| v1::KeyClaim {
+            key: claim.key.clone(),
+            want: want(claim.want).into(),
+            ..v1::KeyClaim::default()
+        });
+        v1::SetClaimsRequest {
+            intent_digest: set.intent_digest().to_owned(),
+            boot: member.boot.clone(),
+            ..self.request(&member.guest, generation, claims.collect())
+        }
+    }
+
+    /// Returns the request that ends a member's claims.
+    pub fn release(&self, guest: &str, generation: u64) -> v1::SetClaimsRequest {
+        self.request(guest, generation, vec![])
+    }
+
+    fn request(
+        &self,
+        guest: &str,
+        generation: u64,
+        claims: Vec<v1::KeyClaim>,
+    ) -> v1::SetClaimsRequest {
+        let ttl = self.spec.ttl.filter(|_| !claims.is_empty());
+        let ttl = ttl.map(|ttl| prost_types::Duration {
+            seconds: i64::try_from(ttl.0.as_secs()).unwrap_or(i64::MAX),
+            nanos: i32::try_from(ttl.0.subsec_nanos()).unwrap_or(0),
+        });
+        v1::SetClaimsRequest {
+            guest: guest.to_owned(),
+            owner: self.owner.clone(),
+            generation,
+            claims,
+            ttl,
+            made_at: Some(timestamp(self.created)),
+            reason: self.reason(),
+            ..v1::SetClaimsRequest::default()
+        }
+    }
+
+    /// Returns the reason of the claims, in one line and cut to 256 bytes.
+    fn reason(&self) -> String {
+        let one_line = self.spec.reason.replace(char::is_control, " ");
+        let mut reason = format!("rollout {}: {one_line}", self.rollout);
+        while reason.len() > 256 {
+            reason.pop();
+        }
+        reason
+    }
+}
+
+fn want(want: Want) -> v1::ClaimWant {
+    match want {
+        Want::On => v1::ClaimWant::On,
+        Want::Off => v1::ClaimWant::Off,
+        Want::Held => v1::ClaimWant::Held,
+    }
+}
+
+/// Returns the plan that a validation describes, or the reason why the guest is left out.
+fn planned(
+    answer: v1::SetClaimsResponse,
+    tracepoints: Vec<(Want, Tracepoint)>,
+) -> Result<Plan, String> {
+    let mut claims = Vec::with_capacity(answer.results.len());
+    let mut changed = 0_u32;
+    for result in &answer.results {
+        let want = match result.want() {
+            v1::ClaimWant::On => Want::On,
+            v1::ClaimWant::Off => Want::Off,
+            v1::ClaimWant::Held => Want::Held,
+            // A claim of an earlier set, which this set ends.
+            v1::ClaimWant::Unspecified => continue,
+        };
+        if let Some(why) = not_made(result) {
+            return Err(why);
+        }
+        // No key has another name. A line of the digest's text could be made of one.
+        let is_name = result.key.bytes().all(|byte| byte.is_ascii_graphic());
+        if result.key.is_empty() || result.key.len() > MAX_KEY_BYTES || !is_name {
+            return Err("the monitor names a malformed key; see the monitor's log".to_owned());
+        }
+        changed += u32::from(result.count_before != result.count_after);
+        let key = result.key.clone();
+        claims.push(Claim { key, want });
+    }
+    let set = KeySet::new(
+        claims,
+        tracepoints.into_iter().map(|(_, one)| one).collect(),
+    );
+    if set.intent_digest() != answer.intent_digest {
+        let digest = &answer.intent_digest;
+        return Err(format!(
+            "the monitor's digest {digest} is not that of the keys it names; see the monitor's log"
+        ));
+    }
+    let pause = answer.predicted_pause.unwrap_or_default();
+    let pause_us = pause.seconds.saturating_mul(1_000_000);
+    let pause_us = pause_us.saturating_add(i64::from(pause.nanos / 1000));
+    Ok(Plan {
+        keys: changed,
+        sites: answer.sites_patched,
+        predicted_pause_us: u64::try_from(pause_us).unwrap_or(0),
+        set: Arc::new(set),
+    })
+}
+
+/// Returns the reason why a key does not have the claimed state; `None` if it has.
+pub fn not_made(result: &v1::ClaimResult) -> Option<String> {
+    let state = match result.state() {
+        v1::ClaimState::Made => return None,
+        v1::ClaimState::HeldByOthers => "HELD_BY_OTHERS",
+        v1::ClaimState::Missing => "MISSING",
+        v1::ClaimState::Void => "VOID",
+        v1::ClaimState::Refused | v1::ClaimState::Unspecified => match &*result.reason {
+            "" => "REFUSED",
+            reason => reason,
+        },
     };
-    results.iter().filter_map(inverse).collect()
+    Some(format!("key {}: {state}: {}", result.key, result.message))
 }
 
 /// Orders members so that consecutive members take all values of the label in turn.
@@ -376,11 +425,35 @@ fn waves(spec: &Spec, members: usize) -> Vec<Wave> {
             count,
             bake_ms: wave.bake.millis(),
             bakes_until: None,
+            is_added: false,
+            is_taken_back: false,
         });
         first += count;
     }
     waves.retain(|wave| wave.count > 0);
     waves
+}
+
+/// Divides `guests` guests that are added to a rollout into waves: as the spec does, or one wave
+/// with the bake time of the spec's last one. `name` is the beginning of the waves' names.
+pub fn added_waves(spec: &Spec, name: &str, guests: usize, by_waves: bool) -> Vec<Wave> {
+    if by_waves {
+        let mut waves = waves(spec, guests);
+        for wave in &mut waves {
+            wave.name = format!("{name}/{}", wave.name);
+        }
+        return waves;
+    }
+    let bake = spec.waves.0.last().map_or(0, |wave| wave.bake.millis());
+    vec![Wave {
+        name: name.to_owned(),
+        first: 0,
+        count: guests,
+        bake_ms: bake,
+        bakes_until: None,
+        is_added: true,
+        is_taken_back: false,
+    }]
 }
 
 fn digest(spec: &str, waves: &[Wave], members: &[Member]) -> String {
@@ -396,7 +469,7 @@ fn digest(spec: &str, waves: &[Wave], members: &[Member]) -> String {
     for member in members {
         add(&member.host);
         add(&member.guest);
-        add(&member.plan.digest);
+        add(member.plan.set.intent_digest());
     }
     hex(&hash.finalize())
 }
@@ -406,59 +479,23 @@ pub fn spec_digest(text: &str) -> String {
     hex(&Sha256::digest(text.as_bytes()))
 }
 
-/// Returns a key that both rollouts change on one guest.
+/// Returns a key that both rollouts claim on the same guest.
 pub fn overlap(one: &[Member], other: &[Member]) -> Option<String> {
     let mut keys = std::collections::BTreeSet::new();
     for member in other {
-        for op in member.plan.set.inverse() {
-            keys.insert((&member.host, &member.guest, &op.key));
+        for claim in member.plan.set.claims() {
+            keys.insert((&member.host, &member.guest, &claim.key));
         }
     }
     one.iter().find_map(|member| {
-        let mut ops = member.plan.set.inverse().iter();
-        let op = ops.find(|op| keys.contains(&(&member.host, &member.guest, &op.key)))?;
+        let mut claims = member.plan.set.claims().iter();
+        let is_claimed = |claim: &&Claim| keys.contains(&(&member.host, &member.guest, &claim.key));
+        let claim = claims.find(is_claimed)?;
         Some(format!(
             "{} of guest {} on {}",
-            op.key, member.guest, member.host
+            claim.key, member.guest, member.host
         ))
     })
-}
-
-/// Builds one update from these ops of a member's inverse. The request id makes sure that a repeat
-/// changes nothing.
-pub fn revert_request(
-    name: &str,
-    guest: &str,
-    ops: &[InverseOp],
-    request_id: String,
-) -> v1::UpdateStaticKeysRequest {
-    let update = |op: &InverseOp| {
-        let update = v1::KeyUpdate {
-            name: op.key.clone(),
-            op: op.op,
-            ..v1::KeyUpdate::default()
-        };
-        std::iter::repeat_n(update, op.times as usize)
-    };
-    v1::UpdateStaticKeysRequest {
-        guest: guest.to_owned(),
-        updates: ops.iter().flat_map(update).collect(),
-        request_id,
-        reason: format!("rollout {name} is taken back"),
-        result_view: v1::ResultView::Summary.into(),
-        ..v1::UpdateStaticKeysRequest::default()
-    }
-}
-
-/// Returns the kind of failure of a commit that ended with this error.
-pub fn commit_failure(error: &CallError) -> crate::rollout::Failure {
-    match error.verdict {
-        Verdict::Busy => crate::rollout::Failure::Busy,
-        Verdict::Unknown => crate::rollout::Failure::Unknown,
-        Verdict::Refused | Verdict::NotHolder | Verdict::WouldWarn => {
-            crate::rollout::Failure::Final
-        }
-    }
 }
 
 #[cfg(test)]
@@ -466,7 +503,7 @@ mod tests {
     use super::*;
 
     fn spec(waves: &str) -> Spec {
-        let rest = "selector: {guests: [\"*\"]}\nops: [{op: inc, keys: [a]}]\nwaves: ";
+        let rest = "selector: {guests: [\"*\"]}\nclaims: [{want: held, keys: [a]}]\nwaves: ";
         Spec::parse(&format!("{rest}{waves}\n")).expect("right")
     }
 
@@ -490,8 +527,12 @@ mod tests {
             host: String::new(),
             guest: guest.to_string(),
             domain: String::new(),
-            plan: PreparedPlan::default(),
+            plan: Plan::default(),
             health: None,
+            generation: 0,
+            boot: String::new(),
+            is_confirmed: false,
+            expires: None,
             state: State::Pending,
         };
         let racks = ["a", "a", "a", "b", "b", "c"];
@@ -504,49 +545,76 @@ mod tests {
         assert_eq!(order, ["0", "3", "5", "1", "4", "2"]);
     }
 
-    #[test]
-    fn the_inverse_undoes_each_change_and_nothing_else() {
-        let key = |name: &str, before, after| v1::KeyResult {
-            name: name.to_owned(),
-            count_before: before,
-            count_after: after,
-            ..v1::KeyResult::default()
-        };
-        let found = |counts, before, after| {
-            let inverse = inverse(counts, &[key("k", before, after)]);
-            inverse
-                .first()
-                .map(|op| (v1::KeyOp::try_from(op.op).expect("known"), op.times))
-        };
-        assert_eq!(found(false, 0, 1), Some((v1::KeyOp::Disable, 1)));
-        assert_eq!(found(false, 1, 0), Some((v1::KeyOp::Enable, 1)));
-        assert_eq!(found(true, 1, 3), Some((v1::KeyOp::Dec, 2)));
-        assert_eq!(found(true, 3, 2), Some((v1::KeyOp::Inc, 1)));
-        assert_eq!(found(false, 1, 1), None);
+    fn answer(results: &[(&str, v1::ClaimState, i32, i32)]) -> v1::SetClaimsResponse {
+        let results: Vec<v1::ClaimResult> = results
+            .iter()
+            .map(|(key, state, before, after)| v1::ClaimResult {
+                key: (*key).to_owned(),
+                want: v1::ClaimWant::On.into(),
+                state: (*state).into(),
+                count_before: *before,
+                count_after: *after,
+                ..v1::ClaimResult::default()
+            })
+            .collect();
+        let claims = results.iter().map(|result| Claim {
+            key: result.key.clone(),
+            want: Want::On,
+        });
+        v1::SetClaimsResponse {
+            intent_digest: KeySet::new(claims.collect(), vec![])
+                .intent_digest()
+                .to_owned(),
+            results,
+            sites_patched: 3,
+            ..v1::SetClaimsResponse::default()
+        }
     }
 
     #[test]
-    fn a_count_that_no_op_can_reach_is_refused() {
-        let key = |before, after| v1::KeyResult {
-            name: "k".to_owned(),
-            count_before: before,
-            count_after: after,
-            ..v1::KeyResult::default()
-        };
-        let of = |op: &str, before, after| {
-            let text = format!(
-                "selector: {{guests: [\"*\"]}}\nops: [{{op: {op}, keys: [k]}}]\nwaves: [{{size: rest}}]\n"
-            );
-            let spec = Spec::parse(&text).expect("a spec");
-            impossible(&spec, &[key(0, 0), key(before, after)])
-        };
-        assert_eq!(of("inc", 0, 1), None);
-        assert_eq!(of("inc", i32::MAX - 1, i32::MAX), None);
-        for (before, after) in [(0, i32::MAX), (i32::MIN, i32::MAX), (2, 0)] {
-            let why = of("inc", before, after).expect("impossible");
-            assert!(why.contains(&format!("from {before} to {after}")), "{why}");
+    fn a_guest_is_planned_if_every_claim_can_be_made() {
+        let made = v1::ClaimState::Made;
+        let plan = planned(answer(&[("b", made, 0, 1), ("a", made, 1, 1)]), vec![]);
+        let plan = plan.expect("it can be made");
+        assert_eq!((plan.keys, plan.sites), (1, 3));
+        let keys: Vec<&str> = plan.set.claims().iter().map(|claim| &*claim.key).collect();
+        assert_eq!(keys, ["a", "b"], "the key that is on already stays claimed");
+        let why = |answer| planned(answer, vec![]).expect_err("left out");
+        let as_wanted = planned(answer(&[("a", made, 1, 1)]), vec![]);
+        assert_eq!(as_wanted.expect("it is claimed too").keys, 0);
+        let refused = answer(&[("a", made, 0, 1), ("b", v1::ClaimState::Refused, 0, 0)]);
+        assert!(why(refused).contains("key b: REFUSED"));
+        let held = answer(&[("a", v1::ClaimState::HeldByOthers, 0, 0)]);
+        assert!(why(held).contains("key a: HELD_BY_OTHERS"));
+        let mut other = answer(&[("a", made, 0, 1)]);
+        other.results[0].key = "b".to_owned();
+        assert!(why(other).contains("is not that of the keys"));
+        for name in ["", "a on\nb", &"x".repeat(513)] {
+            let odd = answer(&[(name, made, 0, 1)]);
+            assert!(why(odd).contains("malformed key"), "{name}");
         }
-        // The undo of `disable` is a single op, so any change of the count is possible.
-        assert_eq!(of("disable", i32::MAX, 0), None);
+    }
+
+    /// Checks the digest that people approve against the one that guests compute.
+    #[test]
+    fn the_intent_digest_is_that_of_the_service() {
+        let claim = |key: &str, want| Claim {
+            key: key.to_owned(),
+            want,
+        };
+        let claims = vec![claim("m:b", Want::Off), claim("a", Want::On)];
+        let keys = claims.iter().map(|claim| {
+            let want = match claim.want {
+                Want::On => patchbay_service::keys::claims::Want::On,
+                Want::Off => patchbay_service::keys::claims::Want::Off,
+                Want::Held => patchbay_service::keys::claims::Want::Held,
+            };
+            (claim.key.clone(), want)
+        });
+        let keys: Vec<_> = keys.collect();
+        assert_eq!(
+            KeySet::new(claims, vec![]).intent_digest(),
+            patchbay_service::keys::claims::intent_digest(&keys)
+        );
     }
 }

@@ -4,7 +4,7 @@
 //!
 //! No action is sent, and no command is answered, before the change is saved.
 
-mod guests;
+pub mod guests;
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -12,28 +12,32 @@ use std::time::{Duration, SystemTime};
 
 use opentelemetry::KeyValue;
 use patchbay_access::spans;
-use patchbay_proto::{TraceParent, v1};
+use patchbay_proto::TraceParent;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{Id, JoinSet};
+use tokio::time::Instant;
 
 use crate::clock::Clocks;
 pub use crate::clock::now;
 use crate::hosts::Hosts;
 use crate::metrics::Metrics;
+use crate::plan::Asks;
 use crate::rollout::{
-    Action, CommitOutcome, Failure, Health, Member, NotLegal, Phase, RevertOutcome, Rollout, State,
+    Action, ClaimOutcome, GateAnswer, Member, Millis, NotLegal, ReleaseOutcome, Rollout,
 };
 use crate::spec::Spec;
 use crate::storage::{Archive, Keys, NotArchived};
 use crate::store::{Fence, Store, StoreError, commit_all};
-use crate::{gates, hosts, storage};
+use crate::{gates, hosts, plan, storage};
 pub use guests::no_host;
-use guests::{commit, revert};
+use guests::{Answered, Outcome, check, claim, release};
 
 /// The maximum number of commands that wait for the runner.
 const QUEUE: usize = 64;
 /// The delay between attempts to reach the store.
 const STORE_RETRY: Duration = Duration::from_millis(500);
+/// The minimum interval between two checks of the guests that changes of the registry cause.
+const LOOK_INTERVAL: Duration = Duration::from_secs(5);
 
 #[derive(Clone, Debug)]
 pub enum Command {
@@ -48,14 +52,19 @@ pub enum Command {
     Promote,
     Abort,
     Undo,
-    /// Adds a wave of further guests.
+    /// Adds waves of further guests, which the spec cuts: all of its waves, or the last one only.
     Extend {
-        wave: String,
+        name: String,
         added: Vec<Member>,
+        by_waves: bool,
     },
     Adopt {
         drifted: Vec<usize>,
         joined: Vec<Member>,
+    },
+    /// Gives up the member with this index.
+    Forget {
+        member: usize,
     },
 }
 
@@ -123,16 +132,44 @@ pub enum Ended {
     },
 }
 
-enum Outcome {
-    Commit(usize, CommitOutcome),
-    Revert(usize, RevertOutcome),
-    Observed(usize, Result<Health, String>),
-    Gate {
-        wave: usize,
-        gate: usize,
-        result: Result<(), String>,
-    },
-    Discarded,
+impl Command {
+    /// Changes the rollout as the principal wants.
+    ///
+    /// # Errors
+    /// [`NotLegal`].
+    pub fn apply(
+        self,
+        rollout: &mut Rollout,
+        spec: &Spec,
+        principal: &str,
+        now: Millis,
+    ) -> Result<(), NotLegal> {
+        match self {
+            Self::Approve { digest } => rollout.approve(principal, &digest, now),
+            Self::Start { digest } => rollout.start(principal, &digest, now),
+            Self::Pause => rollout.pause(principal, now),
+            Self::Resume => rollout.resume(principal, now),
+            Self::Promote => rollout.promote(principal, now),
+            Self::Abort => {
+                rollout.abort(principal, now);
+                Ok(())
+            }
+            Self::Undo => {
+                rollout.undo(principal, now);
+                Ok(())
+            }
+            Self::Extend {
+                name,
+                added,
+                by_waves,
+            } => {
+                let cut = |guests| plan::added_waves(spec, &name, guests, by_waves);
+                rollout.extend(cut, added, principal, now)
+            }
+            Self::Adopt { drifted, joined } => rollout.adopt(&drifted, joined, principal, now),
+            Self::Forget { member } => rollout.forget(member, principal, now),
+        }
+    }
 }
 
 impl Running {
@@ -203,8 +240,10 @@ impl Running {
     async fn run(self: Arc<Self>, context: Context, mut asked: mpsc::Receiver<Asked>) -> Ended {
         let mut actions = JoinSet::new();
         let mut replies: Vec<(oneshot::Sender<_>, Result<(), NotLegal>)> = Vec::new();
-        let mut phase = self.rollout().header().phase;
         let mut clocks = Clocks::read();
+        let mut registry = context.hosts.changes();
+        let mut seen = *registry.borrow_and_update();
+        let (mut looked, mut has_changed) = (Instant::now(), false);
         loop {
             self.follow(&mut clocks);
             let step = self.rollout().step(now());
@@ -220,10 +259,6 @@ impl Running {
                 // The client may have disconnected.
                 let _ = reply.send(result);
             }
-            let reached = self.rollout().header().phase;
-            if std::mem::replace(&mut phase, reached) != reached {
-                self.discard_plans(&context, &mut actions);
-            }
             for action in step.actions {
                 self.perform(action, &context, &mut actions);
             }
@@ -234,6 +269,16 @@ impl Running {
                     }
                     None => std::future::pending().await,
                 }
+            };
+            let look = async {
+                // The change must outlive this iteration.
+                if !has_changed {
+                    if registry.changed().await.is_err() {
+                        std::future::pending::<()>().await;
+                    }
+                    has_changed = true;
+                }
+                tokio::time::sleep_until(looked + LOOK_INTERVAL).await;
             };
             tokio::select! {
                 Some(outcome) = actions.join_next() => {
@@ -262,6 +307,13 @@ impl Running {
                         }
                     }
                 },
+                () = look => {
+                    has_changed = false;
+                    looked = Instant::now();
+                    let since = std::mem::replace(&mut seen, *registry.borrow_and_update());
+                    let changed = context.hosts.changed_since(since);
+                    self.rollout().look_again(changed.as_deref());
+                }
                 () = wake => {}
             }
         }
@@ -311,128 +363,135 @@ impl Running {
             trace_id = format!("{:032x}", rollout.header().trace()),
             "command"
         );
-        match command {
-            Command::Approve { digest } => rollout.approve(principal, &digest, now)?,
-            Command::Start { digest } => rollout.start(principal, &digest, now)?,
-            Command::Pause => rollout.pause(principal, now)?,
-            Command::Resume => rollout.resume(principal, now)?,
-            Command::Promote => rollout.promote(principal, now)?,
-            Command::Abort => rollout.abort(principal, now),
-            Command::Undo => rollout.undo(principal, now),
-            Command::Extend { wave, added } => rollout.extend(&wave, added, principal, now)?,
-            Command::Adopt { drifted, joined } => {
-                rollout.adopt(&drifted, joined, principal, now)?;
-            }
-        }
-        Ok(())
+        command.apply(&mut rollout, &self.spec, principal, now)
     }
 
     fn report(&self, outcome: Result<Outcome, tokio::task::JoinError>) {
-        // A task that panicked reports no outcome, so its member stays in its saved state.
-        let Ok(outcome) = outcome else { return };
         let mut rollout = self.rollout();
-        match outcome {
-            Outcome::Commit(index, outcome) => rollout.committed(index, outcome, now()),
-            Outcome::Revert(index, outcome) => rollout.reverted(index, outcome, now()),
-            Outcome::Observed(index, outcome) => rollout.observed(index, outcome, now()),
-            Outcome::Gate { wave, gate, result } => rollout.gate_ended(wave, gate, result, now()),
-            Outcome::Discarded => {}
-        }
-    }
-
-    /// Discards the plans that an ended rollout will never commit. If that fails, they expire.
-    fn discard_plans(&self, context: &Context, actions: &mut JoinSet<Outcome>) {
-        let rollout = self.rollout();
-        if !matches!(rollout.header().phase, Phase::Ended(_)) {
+        let Ok(outcome) = outcome else {
+            // A task that panicked reports no outcome, and may be any of those in progress.
+            rollout.send_all_again();
             return;
-        }
-        for member in rollout.members() {
-            let is_kept = matches!(
-                member.state,
-                State::Pending
-                    | State::Failed {
-                        failure: Failure::Busy | Failure::Final,
-                        ..
-                    }
-            );
-            if is_kept {
-                let (hosts, host) = (context.hosts.clone(), member.host.clone());
-                let request = v1::DiscardUpdateRequest {
-                    guest: member.guest.clone(),
-                    plan_id: member.plan.plan_id.clone(),
-                };
-                actions.spawn(async move {
-                    if let Some(host) = hosts.get(&host) {
-                        let _ = host.discard(request).await;
-                    }
-                    Outcome::Discarded
-                });
-            }
-        }
+        };
+        outcome.report(&mut rollout, now());
     }
 
     fn perform(&self, action: Action, context: &Context, actions: &mut JoinSet<Outcome>) {
         let rollout = self.rollout();
         let trace_id = rollout.header().trace();
         let (hosts, metrics) = (context.hosts.clone(), context.metrics.clone());
+        let header = rollout.header();
+        let (name, owner, created) = (header.name.clone(), header.owner(), header.created);
+        let spec = Arc::clone(&self.spec);
         match action {
-            Action::Commit(index) => {
+            Action::Claim {
+                member: index,
+                generation,
+            } => {
                 let member = rollout.members()[index].clone();
-                let (name, spec) = (rollout.header().name.clone(), Arc::clone(&self.spec));
                 actions.spawn(async move {
-                    let committing = commit(&hosts, &name, &spec, &member);
-                    let began = SystemTime::now();
-                    let outcome = hosts::traced(trace_id, committing).await;
-                    let error = match &outcome {
-                        CommitOutcome::Committed { .. } => None,
-                        CommitOutcome::Failed { why, .. } => Some(why.as_str()),
+                    let asks = Asks {
+                        rollout: name,
+                        owner,
+                        created,
+                        spec: &spec,
                     };
-                    record("commit", trace_id, began, &name, &member, error);
-                    metrics.committed(match outcome {
-                        CommitOutcome::Committed { pause_us } => Some(pause_us),
-                        CommitOutcome::Failed { .. } => None,
-                    });
-                    Outcome::Commit(index, outcome)
+                    let began = SystemTime::now();
+                    let claiming = claim(&hosts, &asks, &member, generation);
+                    let (outcome, moved) = hosts::traced(trace_id, claiming).await;
+                    let (error, pause_us) = match &outcome {
+                        ClaimOutcome::Made { pause_us, .. } => (None, Some(*pause_us)),
+                        ClaimOutcome::Failed { why, .. } => (Some(why.as_str()), None),
+                        ClaimOutcome::Stale { .. } => (Some("GENERATION_STALE"), None),
+                        ClaimOutcome::Booted { .. } => (Some("BOOT_CHANGED"), None),
+                    };
+                    record("claim", trace_id, began, &asks.rollout, &member, error);
+                    metrics.claimed(pause_us);
+                    Outcome::Claim(Answered {
+                        member: index,
+                        generation,
+                        outcome,
+                        moved,
+                    })
                 });
             }
-            Action::Revert(index) => {
+            Action::Release {
+                member: index,
+                generation,
+            } => {
                 let member = rollout.members()[index].clone();
-                let name = rollout.header().name.clone();
-                let prefix = rollout.header().request_prefix();
                 actions.spawn(async move {
-                    // A guest can be a member twice, and each member is reverted, so the id
-                    // contains the index.
-                    let id = format!("{prefix}/revert/{index}");
-                    let reverting = revert(&hosts, &name, &id, &member);
-                    let began = SystemTime::now();
-                    let outcome = hosts::traced(trace_id, reverting).await;
-                    let error = match &outcome {
-                        RevertOutcome::Reverted { .. } => None,
-                        RevertOutcome::Failed { why, .. } => Some(why.as_str()),
+                    let asks = Asks {
+                        rollout: name,
+                        owner,
+                        created,
+                        spec: &spec,
                     };
-                    record("revert", trace_id, began, &name, &member, error);
-                    metrics.reverted(matches!(outcome, RevertOutcome::Reverted { .. }));
-                    Outcome::Revert(index, outcome)
+                    let began = SystemTime::now();
+                    let releasing = release(&hosts, &asks, &member, generation);
+                    let (outcome, moved) = hosts::traced(trace_id, releasing).await;
+                    let error = match &outcome {
+                        ReleaseOutcome::Released { .. } => None,
+                        ReleaseOutcome::Failed { why } | ReleaseOutcome::Unknown { why } => {
+                            Some(why.as_str())
+                        }
+                        ReleaseOutcome::Stale { .. } => Some("GENERATION_STALE"),
+                    };
+                    record("release", trace_id, began, &asks.rollout, &member, error);
+                    metrics.released(error.is_none());
+                    Outcome::Release(Answered {
+                        member: index,
+                        generation,
+                        outcome,
+                        moved,
+                    })
                 });
             }
-            Action::Observe(index) => {
+            Action::Observe {
+                member: index,
+                generation,
+            } => {
                 let member = rollout.members()[index].clone();
                 actions.spawn(async move {
                     let observing = gates::observe(&hosts, &member.host, &member.guest);
-                    Outcome::Observed(index, hosts::traced(trace_id, observing).await)
+                    let health = hosts::traced(trace_id, observing).await;
+                    Outcome::Observed {
+                        member: index,
+                        generation,
+                        health,
+                    }
                 });
             }
-            Action::RunGate { wave, gate } => {
+            Action::Check {
+                member: index,
+                generation,
+            } => {
+                let member = rollout.members()[index].clone();
+                actions.spawn(async move {
+                    let found = check(&hosts, &owner, &member).await;
+                    Outcome::Checked {
+                        member: index,
+                        generation,
+                        found,
+                    }
+                });
+            }
+            Action::RunGate { wave, gate, asked } => {
                 let kind = rollout.header().policy.gates[gate].kind.clone();
                 let members = rollout.header().waves[wave].members();
                 let members = gates::observed(&rollout.members()[members]);
                 actions.spawn(async move {
-                    let asked = gates::ask(&kind, &hosts, members);
-                    let result = hosts::traced(trace_id, asked).await;
-                    if result.is_err() {
+                    let asking = gates::ask(&kind, &hosts, members);
+                    let answer = hosts::traced(trace_id, asking).await;
+                    if answer != GateAnswer::Passed {
                         metrics.gate_closed();
                     }
-                    Outcome::Gate { wave, gate, result }
+                    Outcome::Gate {
+                        wave,
+                        gate,
+                        asked,
+                        answer,
+                    }
                 });
             }
         }

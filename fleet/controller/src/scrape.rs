@@ -11,7 +11,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
 use crate::controller::Controller;
-use crate::rollout::State;
+use crate::rollout::{Member, State};
 
 /// The maximum number of active rollouts that are named in labels. The newest come first.
 const MAX_ROLLOUTS: usize = 20;
@@ -61,7 +61,11 @@ fn now(controller: &Controller, registry: &mut Registry) {
             let phase = rollout.header().phase;
             let phase_name = phase.name();
             phases.get_or_create(&InPhase { phase: phase_name }).inc();
-            if !phase.is_active() || named == MAX_ROLLOUTS {
+            let is_waiting = |member: &Member| {
+                member.state.is_late() || matches!(member.state, State::Releasing { .. })
+            };
+            let is_shown = phase.is_active() || rollout.members().iter().any(is_waiting);
+            if !is_shown || named == MAX_ROLLOUTS {
                 continue;
             }
             named += 1;
@@ -69,7 +73,8 @@ fn now(controller: &Controller, registry: &mut Registry) {
             for state in STATES {
                 guests.get_or_create(&labels(name, state)).set(0);
             }
-            for member in rollout.members() {
+            let members = rollout.members().iter();
+            for member in members.filter(|member| member.state != State::Superseded) {
                 guests
                     .get_or_create(&labels(name, state(&member.state)))
                     .inc();
@@ -85,7 +90,7 @@ fn now(controller: &Controller, registry: &mut Registry) {
     );
     registry.register(
         "rollout_guests",
-        "Guests of active rollouts by state",
+        "Guests by state, of rollouts that are active or wait for guests",
         guests,
     );
 }
@@ -95,18 +100,28 @@ fn labels(rollout: &str, state: &'static str) -> Guests {
     Guests { rollout, state }
 }
 
-const STATES: [&str; 7] = [
-    "skipped", "pending", "changing", "changed", "failed", "reverted", "adopted",
+const STATES: [&str; 9] = [
+    "skipped",
+    "pending",
+    "changing",
+    "as_wanted",
+    "not_yet",
+    "releasing",
+    "released",
+    "adopted",
+    "forgotten",
 ];
 
 fn state(state: &State) -> &'static str {
     match state {
-        State::Skipped { .. } => "skipped",
+        State::Skipped { .. } | State::Superseded => "skipped",
         State::Pending => "pending",
-        State::Committing { .. } | State::Unresolved => "changing",
-        State::Committed { .. } => "changed",
-        State::Failed { .. } | State::RevertFailed { .. } => "failed",
-        State::Reverted { .. } => "reverted",
+        State::Claiming { again: false } => "changing",
+        State::AsWanted { .. } => "as_wanted",
+        State::Claiming { again: true } | State::NotYet { .. } => "not_yet",
+        State::Releasing { .. } => "releasing",
+        State::Released { .. } => "released",
         State::Adopted => "adopted",
+        State::Forgotten => "forgotten",
     }
 }

@@ -3,17 +3,11 @@
 
 use patchbay_proto::fleet::v1;
 
+use crate::clock::timestamp;
 use crate::drift::{Cause, Drift};
 use crate::rollout::{
     End, Failure, Header, Member, Millis, Phase, Rollout, Stage, State, TimelineEntry, Wave,
 };
-
-fn time(millis: Millis) -> prost_types::Timestamp {
-    prost_types::Timestamp {
-        seconds: i64::try_from(millis / 1000).unwrap_or(i64::MAX),
-        nanos: i32::try_from(millis % 1000 * 1_000_000).unwrap_or(0),
-    }
-}
 
 fn duration(micros: u64) -> prost_types::Duration {
     prost_types::Duration {
@@ -43,6 +37,7 @@ pub fn rollout(rollout: &Rollout, guests: bool) -> v1::Rollout {
     let header = rollout.header();
     let wave = |wave: &Wave| self::wave(header, wave, &rollout.members()[wave.members()]);
     let members = rollout.members().iter().enumerate();
+    let members = members.filter(|(_, member)| member.state != State::Superseded);
     let members = members.map(|(index, member)| guest(header, index, member));
     v1::Rollout {
         name: header.name.clone(),
@@ -61,20 +56,20 @@ pub fn rollout(rollout: &Rollout, guests: bool) -> v1::Rollout {
 
 fn entry(entry: &TimelineEntry) -> v1::TimelineEntry {
     v1::TimelineEntry {
-        time: Some(time(entry.time)),
+        time: Some(timestamp(entry.time)),
         principal: entry.principal.clone(),
         text: entry.text.clone(),
     }
 }
 
 fn wave(header: &Header, wave: &Wave, members: &[Member]) -> v1::Wave {
+    let members: Vec<&Member> = members
+        .iter()
+        .filter(|member| member.state != State::Superseded)
+        .collect();
     let count = |wanted: fn(&State) -> bool| {
-        number(
-            members
-                .iter()
-                .filter(|member| wanted(&member.state))
-                .count(),
-        )
+        let states = members.iter().map(|member| &member.state);
+        number(states.filter(|state| wanted(state)).count())
     };
     let hosts: std::collections::BTreeSet<&str> =
         members.iter().map(|member| member.host.as_str()).collect();
@@ -83,13 +78,16 @@ fn wave(header: &Header, wave: &Wave, members: &[Member]) -> v1::Wave {
     let is_this = header.waves.get(header.wave) == Some(wave);
     v1::Wave {
         name: wave.name.clone(),
-        guests: number(wave.count),
+        guests: number(members.len()),
         hosts: number(hosts.len()),
-        committed: count(|state| matches!(state, State::Committed { .. })),
-        failed: count(|state| matches!(state, State::Failed { .. } | State::RevertFailed { .. })),
-        reverted: count(|state| matches!(state, State::Reverted { .. })),
+        as_wanted: count(|state| matches!(state, State::AsWanted { .. })),
+        not_yet: count(State::is_late),
+        released: count(|state| matches!(state, State::Released { .. })),
         predicted_pause: predicted.max().map(duration),
-        bakes_until: wave.bakes_until.filter(|_| is_baking && is_this).map(time),
+        bakes_until: wave
+            .bakes_until
+            .filter(|_| is_baking && is_this)
+            .map(timestamp),
         keys: members
             .iter()
             .map(|member| u64::from(member.plan.keys))
@@ -106,27 +104,30 @@ pub fn guest(header: &Header, index: usize, member: &Member) -> v1::RolloutGuest
         .waves
         .iter()
         .position(|wave| wave.members().contains(&index));
-    let is_reverting = matches!(header.phase, Phase::Reverting(_));
-    let is_over = matches!(header.phase, Phase::Ended(_) | Phase::Completed);
+    let is_over = matches!(
+        header.phase,
+        Phase::Reverting(_) | Phase::Ended(_) | Phase::Completed
+    );
     let (phase, message, pause) = match &member.state {
         State::Skipped { why } => (v1::GuestPhase::Skipped, why.as_str(), None),
-        State::Pending if is_over => (v1::GuestPhase::Released, "", None),
-        State::Pending => (v1::GuestPhase::Pending, "", None),
-        State::Committing { .. } => (v1::GuestPhase::Committing, "", None),
-        State::Unresolved => (v1::GuestPhase::Committing, "the outcome is not known", None),
-        State::Committed { pause_us } if is_reverting => {
-            (v1::GuestPhase::Reverting, "", Some(*pause_us))
+        State::Superseded => (v1::GuestPhase::Skipped, "it is in a later wave too", None),
+        State::Pending if is_over && member.generation == 0 => {
+            (v1::GuestPhase::Unchanged, "", None)
         }
-        State::Committed { pause_us } => (v1::GuestPhase::Committed, "", Some(*pause_us)),
-        State::Failed { why, .. } => (v1::GuestPhase::Failed, why.as_str(), None),
-        State::Reverted { void: true } => (
-            v1::GuestPhase::Reverted,
-            "the guest had dropped the change by itself",
+        State::Pending => (v1::GuestPhase::Pending, "", None),
+        State::Claiming { again: false } => (v1::GuestPhase::Changing, "", None),
+        State::Claiming { again: true } => (v1::GuestPhase::NotYet, "it is tried again", None),
+        State::AsWanted { pause_us } => (v1::GuestPhase::AsWanted, "", Some(*pause_us)),
+        State::NotYet { why, .. } => (v1::GuestPhase::NotYet, why.as_str(), None),
+        State::Releasing { why } => (v1::GuestPhase::Releasing, why.as_str(), None),
+        State::Released { void: true } => (
+            v1::GuestPhase::Released,
+            "the claims had ended before, with their TTL or a reboot",
             None,
         ),
-        State::Reverted { void: false } => (v1::GuestPhase::Reverted, "", None),
-        State::RevertFailed { why, .. } => (v1::GuestPhase::RevertFailed, why.as_str(), None),
+        State::Released { void: false } => (v1::GuestPhase::Released, "", None),
         State::Adopted => (v1::GuestPhase::Adopted, "", None),
+        State::Forgotten => (v1::GuestPhase::Forgotten, "", None),
     };
     v1::RolloutGuest {
         host: member.host.clone(),
@@ -138,7 +139,13 @@ pub fn guest(header: &Header, index: usize, member: &Member) -> v1::RolloutGuest
         sites: member.plan.sites,
         predicted_pause: Some(duration(member.plan.predicted_pause_us)),
         pause: pause.map(duration),
-        tracepoints: member.plan.set.changed_tracepoints(),
+        tracepoints: member
+            .plan
+            .set
+            .tracepoints()
+            .iter()
+            .map(|tracepoint| tracepoint.event.clone())
+            .collect(),
     }
 }
 
@@ -162,42 +169,47 @@ pub fn drift(drift: &Drift) -> v1::Drift {
 
 /// Explains why the guest is in its state, and how that can change.
 pub fn explain(rollout: &Rollout, index: usize, now: Millis) -> Vec<String> {
-    let member = &rollout.members()[index];
+    let (header, member) = (rollout.header(), &rollout.members()[index]);
     let mut reasons = Vec::new();
     match &member.state {
         State::Skipped { why } => reasons.push(format!("the plan leaves it out: {why}")),
         State::Pending => explain_pending(rollout, index, now, &mut reasons),
-        State::Committing { attempt: 0, .. } => reasons.push("it is being changed".to_owned()),
-        State::Committing { attempt, .. } => reasons.push(format!(
-            "{attempt} attempts to change it got no answer; it is tried again"
-        )),
-        State::Unresolved => reasons.push(
-            "its change got no answer; it is sent again to learn the outcome, as the caps allow"
-                .to_owned(),
-        ),
-        State::Committed { pause_us } => {
-            reasons.push(format!("it is changed; it was stopped for {pause_us} us"));
+        State::Superseded => reasons.push("it is in a later wave too, which counts".to_owned()),
+        State::Claiming { again: false } => reasons.push("it is being changed".to_owned()),
+        State::Claiming { again: true } => {
+            reasons.push("it is not yet as wanted, and is tried again".to_owned())
         }
-        State::Failed { failure, why } => {
-            let next = match failure {
-                Failure::Final => "plan another rollout for it",
-                Failure::Busy => "pause and resume to try again",
-                Failure::Unknown => "pause and resume, or abort, to learn the outcome",
+        State::AsWanted { pause_us } => {
+            reasons.push(format!("it is as wanted; it was stopped for {pause_us} us"));
+        }
+        State::NotYet { failure, why } => {
+            let next = match (header.phase, failure) {
+                (Phase::Paused, _) => "it is tried again after a resume",
+                (_, Failure::Refused) => {
+                    "it is tried again at growing intervals, and at once when a host or guest \
+                     registers"
+                }
+                (_, Failure::Busy | Failure::Unknown) => "it is tried again",
             };
-            reasons.push(format!("it is not changed: {why}; {next}"));
+            reasons.push(format!("it is not yet as wanted: {why}; {next}"));
         }
-        State::Reverted { void: true } => {
-            reasons.push("the guest had dropped the change by itself".to_owned());
+        State::Releasing { why } if why.is_empty() => {
+            reasons.push("its claims are being ended".to_owned());
         }
-        State::Reverted { void: false } => reasons.push("its change is taken back".to_owned()),
+        State::Releasing { why } => reasons.push(format!(
+            "its claims are not ended yet: {why}; this is tried again until the guest confirms \
+             it, or `rollout forget` gives the guest up"
+        )),
+        State::Released { void: true } => {
+            reasons.push("the claims had ended before, with their TTL or a reboot".to_owned());
+        }
+        State::Released { void: false } => reasons.push("its claims have ended".to_owned()),
         State::Adopted => reasons.push(
             "it drifted and was taken as it is; the rollout wants nothing of it any more"
                 .to_owned(),
         ),
-        State::RevertFailed { why, .. } => {
-            reasons.push(format!(
-                "its change is not taken back: {why}; abort tries again"
-            ));
+        State::Forgotten => {
+            reasons.push("a person has given it up; it may still have the change".to_owned())
         }
     }
     reasons

@@ -54,7 +54,7 @@ async fn dashboard_and_alerts_name_metrics_that_are_exported() {
         "{controller}"
     );
     assert!(
-        controller.contains("patchbay_fleet_guest_changes_total{op=\"revert\",outcome=\"ok\"} 2"),
+        controller.contains("patchbay_fleet_guest_changes_total{op=\"release\",outcome=\"ok\"} 2"),
         "{controller}"
     );
 

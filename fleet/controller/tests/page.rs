@@ -19,9 +19,7 @@ use std::sync::Arc;
 
 use patchbay_access::policy::LivePolicy;
 use patchbay_fleet::controller::Controller;
-use patchbay_fleet::hosts::{HostConfig, Hosts};
 use patchbay_fleet::page::{Config, Page};
-use patchbay_proto::v1;
 use tokio::task::JoinSet;
 
 /// Serves the page on a free port until the tasks are dropped. Without a policy the user that runs
@@ -40,20 +38,4 @@ async fn serve(controller: &Arc<Controller>, policy: Option<LivePolicy>) -> (Str
     let mut serving = JoinSet::new();
     serving.spawn(page.run());
     (url, serving)
-}
-
-/// Drops a reference, even one that another client holds.
-async fn disable(host: &HostConfig, guest: &str, key: &str) {
-    let hosts = Hosts::new(std::slice::from_ref(host)).expect("one");
-    let request = v1::UpdateStaticKeysRequest {
-        guest: guest.to_owned(),
-        updates: vec![v1::KeyUpdate {
-            name: key.to_owned(),
-            op: v1::KeyOp::Disable.into(),
-            ..v1::KeyUpdate::default()
-        }],
-        ..v1::UpdateStaticKeysRequest::default()
-    };
-    let host = hosts.get(&host.name).expect("it");
-    host.update(request).await.expect("changed");
 }

@@ -131,6 +131,16 @@ impl Transaction {
         self
     }
 
+    /// Returns the conditions on keys.
+    pub fn conditions(&self) -> &[(String, Expected)] {
+        &self.conditions
+    }
+
+    /// Returns the writes.
+    pub fn writes(&self) -> &[Write] {
+        &self.writes
+    }
+
     /// Returns the upper bound of the transaction's size as a request to etcd.
     pub(crate) fn bytes(&self) -> usize {
         let conditions = self.conditions.iter().map(|(key, _)| OP_BYTES + key.len());

@@ -96,8 +96,8 @@ fn claims_request(
     let ttl = hold_ttl("ttl", request.ttl)?;
     let validate_only = std::mem::take(&mut request.validate_only);
     let made_at = request.made_at.take().map(time).transpose()?;
-    // The guest's name, its boot, the reason and the times do not count when a repeat is recognised,
-    // because another controller may give others.
+    // The guest's name, its boot, the reason and the times do not count when a repeat is
+    // recognised, because another controller may give others.
     request.guest.clear();
     let boot = std::mem::take(&mut request.boot);
     let reason = std::mem::take(&mut request.reason);
@@ -107,7 +107,7 @@ fn claims_request(
     let content = claims::content(&request.encode_to_vec());
     let (claims, selections) = wants(request.claims)?;
     if !selections.is_empty() && !validate_only {
-        let message = "patterns select other keys at another time; validate first, and send the keys that the answer names";
+        let message = "patterns need validate_only, because they may select other keys later; validate first, and send the keys that the answer names";
         return Err(invalid("claims", message));
     }
     Ok(ClaimsRequest {
@@ -175,7 +175,10 @@ fn wants(claims: Vec<v1::KeyClaim>) -> Result<Wants, KeysError> {
         };
         if !claim.patterns.is_empty() {
             if !claim.key.is_empty() {
-                let message = format!("key {:?} comes with patterns; give one of them", claim.key);
+                let message = format!(
+                    "key {:?} is given together with patterns; give only one of the two",
+                    claim.key
+                );
                 return Err(invalid("claims", message));
             }
             selections.push((selection(&claim.patterns, &[])?, want));

@@ -8,7 +8,7 @@
 //! ```
 
 mod access;
-mod claims;
+pub(crate) mod claims;
 mod convert;
 mod debug_sites;
 mod ending;

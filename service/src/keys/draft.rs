@@ -159,7 +159,7 @@ struct DraftKey {
     key: KeyInstance,
     state: KeyState,
     holds: KeyHolds,
-    /// A claim keeps the tracepoint on without a hold.
+    /// True if a claim keeps the tracepoint on without a hold.
     is_claimed_on: bool,
     /// The transaction took references.
     taken: bool,

@@ -63,7 +63,7 @@ pub struct LeftOut {
     pub reason: KeyRefusal,
     /// Number of keys.
     pub count: usize,
-    /// The first names, ordered.
+    /// The first names in alphabetical order.
     pub names: Vec<Arc<str>>,
 }
 

@@ -192,8 +192,8 @@ impl<'a> Resolver<'a> {
         self.finish(before)
     }
 
-    /// Ends the comparison with keys at the deadline. A caller chooses its patterns, and the executor
-    /// serves no other call meanwhile.
+    /// Ends the comparison with keys at the deadline. A caller chooses its patterns, and the
+    /// executor serves no other call meanwhile.
     fn check_time(&self, index: usize) -> Result<(), KeysError> {
         if !index.is_multiple_of(KEYS_PER_LOOK) || Instant::now() < self.deadline {
             return Ok(());

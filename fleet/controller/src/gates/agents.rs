@@ -4,9 +4,10 @@
 use futures_util::StreamExt;
 use patchbay_proto::v1;
 
+use super::Obstacle;
 use crate::hosts::Hosts;
 use crate::plan::FAN_OUT;
-use crate::rollout::{AgentLimits, Health, Member, State};
+use crate::rollout::{AgentLimits, Health, Member, State, bounded};
 use crate::runner::no_host;
 
 /// A changed guest, and its health before the change.
@@ -20,7 +21,7 @@ pub struct Observed {
 pub fn observed(members: &[Member]) -> Vec<Observed> {
     let observed = |member: &Member| {
         let before = member.health.clone()?;
-        matches!(member.state, State::Committed { .. }).then(|| Observed {
+        matches!(member.state, State::AsWanted { .. }).then(|| Observed {
             host: member.host.clone(),
             guest: member.guest.clone(),
             before,
@@ -33,7 +34,7 @@ pub fn observed(members: &[Member]) -> Vec<Observed> {
 pub async fn observe(hosts: &Hosts, host: &str, guest: &str) -> Result<Health, String> {
     let report = report(hosts, host, guest).await?;
     Ok(Health {
-        boot_id: report.boot_id,
+        boot_id: bounded(&report.boot_id),
         kernel_warnings: report.kernel_warnings,
     })
 }
@@ -47,35 +48,50 @@ async fn report(
     host.health(guest).await
 }
 
-/// Checks that all of these guests keep the limits.
+/// Checks that as many of these guests keep the limits as must.
 pub async fn ask(
     limits: &AgentLimits,
     hosts: &Hosts,
     members: Vec<Observed>,
-) -> Result<(), String> {
+) -> Result<(), Obstacle> {
     let all = members.len();
     let found = futures_util::stream::iter(members)
         .map(|member| async move {
             let why = match report(hosts, &member.host, &member.guest).await {
-                Ok(report) => unhealthy(limits, &member.before, &report),
-                Err(why) => Some(why),
+                Ok(report) => Obstacle::Failed(unhealthy(limits, &member.before, &report)?),
+                Err(why) => Obstacle::Inconclusive(why),
             };
-            Some((member.guest, why?))
+            Some((member.guest, why))
         })
         .buffer_unordered(FAN_OUT)
         .filter_map(|found| async { found });
-    let mut found: Vec<(String, String)> = found.collect().await;
-    // The order must not depend on which guest answered first.
-    found.sort();
-    match found.first() {
-        None => Ok(()),
-        Some((guest, why)) => {
-            let count = found.len();
-            Err(format!(
-                "{count} of the wave's {all} changed guests are not healthy; the first is {guest}: {why}"
-            ))
+    let (mut ill, mut silent) = (Vec::new(), Vec::new());
+    for (guest, obstacle) in found.collect::<Vec<_>>().await {
+        match obstacle {
+            Obstacle::Failed(why) => ill.push((guest, why)),
+            Obstacle::Inconclusive(why) => silent.push((guest, why)),
         }
     }
+    // The order must not depend on which guest answered first.
+    ill.sort();
+    silent.sort();
+    let is_over = |count: usize| count * 100 > all * limits.unhealthy_percent as usize;
+    let first = |guests: &[(String, String)]| match guests.first() {
+        Some((guest, why)) => format!("the first is {guest}: {why}"),
+        None => String::new(),
+    };
+    if is_over(ill.len()) {
+        let (count, first) = (ill.len(), first(&ill));
+        return Err(Obstacle::Failed(format!(
+            "{count} of the wave's {all} changed guests are not healthy; {first}"
+        )));
+    }
+    if is_over(ill.len() + silent.len()) {
+        let (count, first) = (silent.len(), first(&silent));
+        let why = format!("{count} of the wave's {all} changed guests do not report; {first}");
+        return Err(why.into());
+    }
+    Ok(())
 }
 
 /// Returns the reason why the report breaks the limits; `None` if it keeps them.
@@ -84,7 +100,7 @@ fn unhealthy(
     before: &Health,
     now: &v1::DescribeAgentResponse,
 ) -> Option<String> {
-    if now.boot_id != before.boot_id {
+    if bounded(&now.boot_id) != before.boot_id {
         return Some("it has booted since the wave began".to_owned());
     }
     // Fewer warnings than before mean that the agent was restarted, so all of its warnings may be

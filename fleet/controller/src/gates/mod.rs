@@ -2,7 +2,7 @@
 //! Evaluates gates that need external information from a command, a gRPC service, Prometheus, or
 //! the agents of a wave's guests.
 //!
-//! A gate that cannot be evaluated, or does not answer in time, is closed.
+//! A gate whose party cannot be asked, or does not answer the question in time, is inconclusive.
 
 mod agents;
 mod prometheus;
@@ -19,13 +19,26 @@ use tonic_health::pb::health_client::HealthClient;
 
 pub use self::agents::{Observed, observe, observed};
 use crate::hosts::Hosts;
-use crate::rollout::WaveGateKind;
+use crate::rollout::{GateAnswer, WaveGateKind};
 
-/// Evaluates a gate of the wave. An error is the reason why the gate is closed, and begins with the
-/// name of the queried party. Dropping the future ends the processes and calls that it has started.
-pub async fn ask(kind: &WaveGateKind, hosts: &Hosts, members: Vec<Observed>) -> Result<(), String> {
+/// The reason why a gate has not passed.
+enum Obstacle {
+    Failed(String),
+    Inconclusive(String),
+}
+
+/// A text that is not known to be an answer is none.
+impl<T: Into<String>> From<T> for Obstacle {
+    fn from(why: T) -> Self {
+        Self::Inconclusive(why.into())
+    }
+}
+
+/// Evaluates a gate of the wave. A reason begins with the name of the queried party. Dropping the
+/// future ends the processes and calls that it has started.
+pub async fn ask(kind: &WaveGateKind, hosts: &Hosts, members: Vec<Observed>) -> GateAnswer {
     let Some(timeout_ms) = kind.timeout_ms() else {
-        return Ok(());
+        return GateAnswer::Passed;
     };
     let asked = async {
         match kind {
@@ -43,15 +56,23 @@ pub async fn ask(kind: &WaveGateKind, hosts: &Hosts, members: Vec<Observed>) -> 
         }
     };
     let answered = tokio::time::timeout(Duration::from_millis(timeout_ms), asked).await;
-    let why = match answered {
-        Ok(Ok(())) => return Ok(()),
-        Ok(Err(why)) => why,
-        Err(_) => match kind {
+    let obstacle = match answered {
+        Ok(Ok(())) => return GateAnswer::Passed,
+        Ok(Err(obstacle)) => obstacle,
+        Err(_) => Obstacle::Inconclusive(match kind {
             WaveGateKind::Command { .. } => format!("did not end within {timeout_ms} ms"),
             _ => format!("no answer within {timeout_ms} ms"),
-        },
+        }),
     };
-    Err(match kind {
+    match obstacle {
+        Obstacle::Failed(why) => GateAnswer::Failed(named(kind, &why)),
+        Obstacle::Inconclusive(why) => GateAnswer::Inconclusive(named(kind, &why)),
+    }
+}
+
+/// Returns the reason after the name of the queried party.
+fn named(kind: &WaveGateKind, why: &str) -> String {
+    match kind {
         WaveGateKind::Command { argv, .. } => {
             format!("{} {why}", argv.first().map_or("", String::as_str))
         }
@@ -65,24 +86,24 @@ pub async fn ask(kind: &WaveGateKind, hosts: &Hosts, members: Vec<Observed>) -> 
             format!("prometheus {url}, query {query:?}: {why}")
         }
         _ => format!("agent_health: {why}"),
-    })
+    }
 }
 
 /// Runs a command, which must exit with status 0. Its process is killed when the future is dropped.
-async fn command(argv: &[String]) -> Result<(), String> {
+async fn command(argv: &[String]) -> Result<(), Obstacle> {
     let (program, arguments) = argv.split_first().ok_or("the command is empty")?;
     let mut command = tokio::process::Command::new(program);
     command.args(arguments).kill_on_drop(true);
     command.stdin(Stdio::null()).stdout(Stdio::null());
     match command.status().await {
         Ok(status) if status.success() => Ok(()),
-        Ok(status) => Err(format!("ended with {status}")),
-        Err(error) => Err(format!("cannot be started: {error}")),
+        Ok(status) => Err(Obstacle::Failed(format!("ended with {status}"))),
+        Err(error) => Err(format!("cannot be started: {error}").into()),
     }
 }
 
 /// Calls `grpc.health.v1.Health/Check`, which must answer SERVING.
-async fn grpc(url: &str, service: &str) -> Result<(), String> {
+async fn grpc(url: &str, service: &str) -> Result<(), Obstacle> {
     let endpoint = Endpoint::from_shared(url.to_owned()).map_err(|error| error.to_string())?;
     let channel = endpoint.connect().await.map_err(|error| chain(&error))?;
     let request = HealthCheckRequest {
@@ -94,7 +115,7 @@ async fn grpc(url: &str, service: &str) -> Result<(), String> {
         .into_inner();
     match answer.status() {
         ServingStatus::Serving => Ok(()),
-        other => Err(format!("it is {}", other.as_str_name())),
+        other => Err(Obstacle::Failed(format!("it is {}", other.as_str_name()))),
     }
 }
 

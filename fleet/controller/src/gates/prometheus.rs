@@ -11,7 +11,7 @@ use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 
-use super::bounded;
+use super::{Obstacle, bounded};
 
 /// The maximum size of an answer. A longer one is refused.
 const MAX_ANSWER_BYTES: usize = 1 << 20;
@@ -52,11 +52,11 @@ pub async fn ask(
     query: &str,
     above: Option<f64>,
     below: Option<f64>,
-) -> Result<(), String> {
+) -> Result<(), Obstacle> {
     let body = get(url, query).await?;
     let samples = samples(&body)?;
     if samples.is_empty() {
-        return Err("the answer has no sample".to_owned());
+        return Err("the answer has no sample".into());
     }
     for (labels, value) in samples {
         // NaN does not lie between the bounds.
@@ -69,7 +69,8 @@ pub async fn ask(
         };
         let bound = bound.unwrap_or_default();
         let labels = bounded(&labels);
-        return Err(format!("{labels} is {value}, which is not {word} {bound}"));
+        let why = format!("{labels} is {value}, which is not {word} {bound}");
+        return Err(Obstacle::Failed(why));
     }
     Ok(())
 }

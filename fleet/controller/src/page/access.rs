@@ -152,7 +152,14 @@ fn of_rollout<T>(
     for member in members {
         guests.push(member.guest.as_str());
         counted.push(format!("{}/{}", member.host, member.guest));
-        keys.extend(member.plan.set.inverse().iter().map(|op| op.key.as_str()));
+        keys.extend(
+            member
+                .plan
+                .set
+                .claims()
+                .iter()
+                .map(|claim| claim.key.as_str()),
+        );
     }
     let counted: Vec<&str> = counted.iter().map(String::as_str).collect();
     let keys: Vec<&str> = keys.into_iter().collect();

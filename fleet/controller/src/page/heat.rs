@@ -19,9 +19,8 @@ use super::sight::Sight;
 use super::state::newest;
 use crate::controller::Leadership;
 use crate::hosts::Host;
-use crate::rollout::{InverseOp, Millis, Phase, Rollout, State};
+use crate::rollout::{Millis, Phase, Rollout, State, Want};
 use crate::runner::now;
-use patchbay_proto::v1::KeyOp;
 
 /// The maximum number of keys that are observed. Keys of the newest rollouts come first. Each key
 /// is a bit of a `u32` for each guest.
@@ -115,11 +114,11 @@ fn keys(leads: &Leadership) -> Vec<String> {
     let mut keys: Vec<String> = Vec::new();
     for running in newest(leads) {
         let rollout = running.rollout();
-        let ops = rollout
+        let claims = rollout
             .members()
             .iter()
-            .flat_map(|member| member.plan.set.inverse());
-        let named: BTreeSet<&str> = ops.map(|op| op.key.as_str()).collect();
+            .flat_map(|member| member.plan.set.claims());
+        let named: BTreeSet<&str> = claims.map(|claim| claim.key.as_str()).collect();
         for key in named {
             if keys.len() == MAX_KEYS {
                 return keys;
@@ -299,9 +298,9 @@ fn wishes<'o>(leads: &Leadership, observed: &'o Observed) -> Wishes<'o> {
             let Some(is_changed) = wants_change(&rollout, index) else {
                 continue;
             };
-            for op in member.plan.set.inverse() {
-                let key = observed.keys.iter().position(|key| *key == op.key);
-                if let (Some(key), Some(on)) = (key, wants_on(op, is_changed)) {
+            for claim in member.plan.set.claims() {
+                let key = observed.keys.iter().position(|key| *key == claim.key);
+                if let (Some(key), Some(on)) = (key, wants_on(claim.want, is_changed)) {
                     wish.stated |= 1 << key;
                     wish.on = wish.on & !(1 << key) | u32::from(on) << key;
                 }
@@ -316,7 +315,11 @@ fn wishes<'o>(leads: &Leadership, observed: &'o Observed) -> Wishes<'o> {
 fn wants_change(rollout: &Rollout, index: usize) -> Option<bool> {
     let header = rollout.header();
     let member = &rollout.members()[index];
-    if matches!(member.state, State::Skipped { .. } | State::Adopted) {
+    let is_left = matches!(
+        member.state,
+        State::Skipped { .. } | State::Adopted | State::Forgotten | State::Superseded
+    );
+    if is_left {
         return None;
     }
     match header.phase {
@@ -330,22 +333,20 @@ fn wants_change(rollout: &Rollout, index: usize) -> Option<bool> {
         Phase::Reverting(_) | Phase::Ended(_) => {
             let was_changed = matches!(
                 member.state,
-                State::Committed { .. }
-                    | State::Reverted { void: false }
-                    | State::RevertFailed { .. }
+                State::Releasing { .. } | State::Released { void: false }
             );
             was_changed.then_some(false)
         }
     }
 }
 
-/// Returns whether the key should be on. Returns `None` if that depends on the references of other
-/// holders. This is the case after a DEC, and after the undo of an INC or of a DEC.
-fn wants_on(inverse: &InverseOp, is_changed: bool) -> Option<bool> {
-    match KeyOp::try_from(inverse.op).ok()? {
-        KeyOp::Disable => Some(is_changed),
-        KeyOp::Enable => Some(!is_changed),
-        KeyOp::Dec if is_changed => Some(true),
-        _ => None,
+/// Returns whether the key should be on; `None` if that depends on the claims and references of
+/// others.
+fn wants_on(want: Want, is_changed: bool) -> Option<bool> {
+    match (want, is_changed) {
+        (Want::On, _) => Some(is_changed),
+        (Want::Off, _) => Some(!is_changed),
+        (Want::Held, true) => Some(true),
+        (Want::Held, false) => None,
     }
 }

@@ -54,7 +54,7 @@ pub fn guests(rollout: &Rollout, wanted: &Wanted<'_>, policy: &Policy, principal
     };
     let (mut total, mut rows) = (0, Vec::new());
     for (index, member) in rollout.members().iter().enumerate() {
-        if !is_wanted(member) {
+        if member.state == State::Superseded || !is_wanted(member) {
             continue;
         }
         if total >= wanted.from && rows.len() < MAX_ROWS {
@@ -70,7 +70,7 @@ fn row(rollout: &Rollout, index: usize, member: &Member) -> GuestRow {
     let mut waves = rollout.header().waves.iter();
     let wave = waves.find(|wave| wave.members().contains(&index));
     let message = match &member.state {
-        State::Skipped { why } | State::Failed { why, .. } | State::RevertFailed { why, .. } => {
+        State::Skipped { why } | State::NotYet { why, .. } | State::Releasing { why } => {
             why.clone()
         }
         _ => String::new(),
@@ -83,7 +83,7 @@ fn row(rollout: &Rollout, index: usize, member: &Member) -> GuestRow {
         state: guest_state(&member.state),
         message,
         pause_us: match member.state {
-            State::Committed { pause_us } | State::RevertFailed { pause_us, .. } => Some(pause_us),
+            State::AsWanted { pause_us } => Some(pause_us),
             _ => None,
         },
         predicted_pause_us: member.plan.predicted_pause_us,

@@ -11,8 +11,7 @@ use super::sight::{Hidden, Sight};
 use super::{Shared, access};
 use crate::controller::Leadership;
 use crate::rollout::{
-    Failure, Header, Member, Millis, Phase, Rollout, Stage, State, TimelineEntry, Verb,
-    WaveGateKind,
+    Header, Member, Millis, Phase, Rollout, Stage, State, TimelineEntry, Verb, WaveGateKind,
 };
 use crate::runner::{Running, now};
 use crate::storage::Unreadable;
@@ -56,10 +55,12 @@ pub struct Summary {
 pub struct Counts {
     pending: usize,
     changing: usize,
-    changed: usize,
-    failed: usize,
-    reverted: usize,
+    as_wanted: usize,
+    not_yet: usize,
+    releasing: usize,
+    released: usize,
     adopted: usize,
+    forgotten: usize,
     skipped: usize,
 }
 
@@ -93,7 +94,7 @@ struct WaveView {
     bakes_until: Option<Millis>,
 }
 
-/// Statistics of the times for which commits have stopped guests.
+/// Statistics of the times for which changes have stopped guests.
 #[derive(Default, Serialize)]
 struct Pauses {
     count: usize,
@@ -118,13 +119,16 @@ struct CommandView {
 impl Counts {
     pub fn add(&mut self, state: &State) {
         *match state {
+            State::Superseded => return,
             State::Skipped { .. } => &mut self.skipped,
             State::Pending => &mut self.pending,
-            State::Committing { .. } | State::Unresolved => &mut self.changing,
-            State::Committed { .. } => &mut self.changed,
-            State::Failed { .. } | State::RevertFailed { .. } => &mut self.failed,
-            State::Reverted { .. } => &mut self.reverted,
+            State::Claiming { again: false } => &mut self.changing,
+            State::AsWanted { .. } => &mut self.as_wanted,
+            State::Claiming { again: true } | State::NotYet { .. } => &mut self.not_yet,
+            State::Releasing { .. } => &mut self.releasing,
+            State::Released { .. } => &mut self.released,
             State::Adopted => &mut self.adopted,
+            State::Forgotten => &mut self.forgotten,
         } += 1;
     }
 
@@ -225,14 +229,17 @@ fn detail(
 
 fn wave(header: &Header, index: usize, members: &[Member], sight: &Sight<'_>) -> WaveView {
     let wave = &header.waves[index];
-    let members: Vec<&Member> = sight.of(&members[wave.members()]).collect();
+    let members = sight.of(&members[wave.members()]);
+    let members: Vec<&Member> = members
+        .filter(|member| member.state != State::Superseded)
+        .collect();
     let hosts: std::collections::HashSet<&str> =
         members.iter().map(|member| member.host.as_str()).collect();
     let predicted = members.iter().map(|member| member.plan.predicted_pause_us);
     let is_current = index == header.wave;
     let state = match header.phase {
         _ if index < header.wave => "done",
-        Phase::Running(Stage::Committing) if is_current => "changing",
+        Phase::Running(Stage::Changing) if is_current => "changing",
         Phase::Running(Stage::Baking) if is_current => "baking",
         Phase::Running(Stage::Gating) if is_current => "at its gates",
         Phase::Paused if is_current => "paused",
@@ -253,7 +260,7 @@ fn wave(header: &Header, index: usize, members: &[Member], sight: &Sight<'_>) ->
 fn pauses<'m>(header: &Header, members: impl Iterator<Item = &'m Member>) -> Pauses {
     let mut pauses: Vec<u64> = members
         .filter_map(|member| match member.state {
-            State::Committed { pause_us } | State::RevertFailed { pause_us, .. } => Some(pause_us),
+            State::AsWanted { pause_us } => Some(pause_us),
             _ => None,
         })
         .collect();
@@ -317,17 +324,14 @@ fn commands(
 /// Returns the name of the state, which is shown to users and accepted by filters.
 pub fn guest_state(state: &State) -> &'static str {
     match state {
-        State::Skipped { .. } => "skipped",
+        State::Skipped { .. } | State::Superseded => "skipped",
         State::Pending => "pending",
-        State::Committing { .. } | State::Unresolved => "changing",
-        State::Committed { .. } => "changed",
-        State::Failed {
-            failure: Failure::Unknown,
-            ..
-        } => "unknown",
-        State::Failed { .. } => "failed",
-        State::Reverted { .. } => "taken back",
-        State::RevertFailed { .. } => "not taken back",
+        State::Claiming { again: false } => "changing",
+        State::AsWanted { .. } => "as wanted",
+        State::Claiming { again: true } | State::NotYet { .. } => "not yet",
+        State::Releasing { .. } => "releasing",
+        State::Released { .. } => "released",
         State::Adopted => "adopted",
+        State::Forgotten => "forgotten",
     }
 }

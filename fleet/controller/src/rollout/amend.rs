@@ -5,55 +5,94 @@ use std::sync::Arc;
 
 use super::keys::KeySets;
 use super::legal::NotLegal;
-use super::state::{Failure, Member, Millis, Phase, Rollout, Stage, State, Wave};
+use super::state::{Member, Millis, Phase, Rollout, Stage, State, Wave};
 
 /// The number of waves from which on no further one is added, so that the header stays small.
 pub(super) const MAX_WAVES: usize = 2048;
 
 impl Rollout {
-    /// Adds a wave of these members after the last one. An earlier member of the same guest stays,
-    /// and abort and undo revert both.
+    /// Adds waves of these members after the last one. `cut` divides that many members into waves.
+    /// They replace earlier members of the same guests. A guest that is being changed or waits for
+    /// its wave is left out of the new waves.
     ///
     /// # Errors
     /// [`NotLegal`] unless the rollout runs or is completed, and if it has [`MAX_WAVES`] waves.
     pub fn extend(
         &mut self,
-        wave: &str,
-        added: Vec<Member>,
+        cut: impl FnOnce(usize) -> Vec<Wave>,
+        mut added: Vec<Member>,
         principal: &str,
         now: Millis,
     ) -> Result<(), NotLegal> {
         if !matches!(self.header.phase, Phase::Running(_) | Phase::Completed) {
             return Err(self.not_legal("drift --fix", "running or completed"));
         }
-        let (first, count) = (self.members.len(), added.len());
-        if count == 0 {
-            return Ok(());
-        }
         let waves = self.header.waves.len();
         if waves >= MAX_WAVES {
             let rollout = self.header.name.clone();
             return Err(NotLegal::Waves { rollout, waves });
         }
-        self.header.waves.push(Wave {
-            name: wave.to_owned(),
-            first,
-            count,
-            bake_ms: 0,
-            bakes_until: None,
-        });
+        added.retain_mut(|member| self.supersede(member));
+        let (first, count) = (self.members.len(), added.len());
+        if count == 0 {
+            return Ok(());
+        }
+        let mut cut = cut(count);
+        // What does not fit into further waves goes into the last one.
+        cut.truncate(MAX_WAVES - waves);
+        let mut end = first;
+        for wave in &mut cut {
+            wave.first = end;
+            wave.is_added = true;
+            end += wave.count;
+        }
+        let Some(last) = cut.last_mut() else {
+            return Ok(());
+        };
+        last.count += (first + count) - end;
+        let (name, more) = (cut[0].name.clone(), cut.len() - 1);
+        self.header.waves.extend(cut);
         self.append(added);
-        let text = format!("wave {wave} is added, with {count} guests");
+        let text = match more {
+            0 => format!("wave {name} is added, with {count} guests"),
+            _ => format!("wave {name} and {more} more are added, with {count} guests"),
+        };
         if self.header.phase == Phase::Completed {
-            self.enter(Phase::Running(Stage::Committing), principal, now, &text);
+            self.enter(Phase::Running(Stage::Changing), principal, now, &text);
         } else {
             self.note(principal, now, text);
         }
         Ok(())
     }
 
+    /// Replaces the earlier member of the same guest, if there is one. The new member continues its
+    /// generation. Returns false, and changes nothing, if the earlier one is being changed or waits
+    /// for its wave.
+    fn supersede(&mut self, member: &mut Member) -> bool {
+        let mut members = self.members.iter();
+        let is_same = |earlier: &Member| {
+            (&earlier.host, &earlier.guest) == (&member.host, &member.guest)
+                && earlier.state != State::Superseded
+        };
+        let Some(index) = members.rposition(is_same) else {
+            return true;
+        };
+        let earlier = &self.members[index];
+        if matches!(earlier.state, State::Pending | State::Claiming { .. }) {
+            return false;
+        }
+        member.generation = earlier.generation;
+        if member.boot.is_empty() {
+            member.boot.clone_from(&earlier.boot);
+        }
+        self.raise(index);
+        self.run.retries.remove(&index);
+        self.set(index, State::Superseded);
+        true
+    }
+
     /// Accepts the present state of guests. The rollout no longer controls the members with these
-    /// indices, except those whose outcome is unknown. `joined` guests are left out permanently.
+    /// indices, except those that are being changed. `joined` guests are left out permanently.
     ///
     /// # Errors
     /// [`NotLegal`] if the rollout is planned, reverts or has ended.
@@ -68,16 +107,10 @@ impl Rollout {
             return Err(self.not_legal("drift --adopt", "running, paused or completed"));
         }
         for &index in drifted {
-            // A guest whose outcome is unknown must be queried first.
-            let is_known = matches!(
-                self.members[index].state,
-                State::Committed { .. }
-                    | State::Failed {
-                        failure: Failure::Final | Failure::Busy,
-                        ..
-                    }
-            );
-            if is_known {
+            // A guest that is being changed must answer first.
+            let state = &self.members[index].state;
+            if matches!(state, State::AsWanted { .. } | State::NotYet { .. }) {
+                self.raise(index);
                 self.set(index, State::Adopted);
             }
         }
@@ -86,7 +119,7 @@ impl Rollout {
         self.note(
             principal,
             now,
-            format!("{count} guests are taken as they are"),
+            format!("{count} guests are accepted as they are"),
         );
         Ok(())
     }

@@ -2,7 +2,7 @@
 //! Implements the commands of people.
 
 use super::legal::{self, NotLegal};
-use super::state::{End, Failure, Millis, Phase, Rollout, Stage, State};
+use super::state::{End, Millis, Phase, Rollout, Stage, State};
 
 impl Rollout {
     /// Adds the principal's approval of the plan.
@@ -30,7 +30,7 @@ impl Rollout {
         if !self.has_approved(principal) {
             self.header.approvals.push(principal.to_owned());
         }
-        self.enter(Phase::Running(Stage::Committing), principal, now, "started");
+        self.enter(Phase::Running(Stage::Changing), principal, now, "started");
         Ok(())
     }
 
@@ -47,7 +47,7 @@ impl Rollout {
         }
     }
 
-    /// Pauses the rollout, so that no further commit is started.
+    /// Pauses the rollout, so that no further guest is changed.
     ///
     /// # Errors
     /// [`NotLegal`] unless the rollout runs or is paused.
@@ -62,7 +62,8 @@ impl Rollout {
         }
     }
 
-    /// Continues the rollout, and retries guests that were busy or whose outcome is unknown.
+    /// Continues the rollout, and tries the guests again that are not yet as wanted. The wave waits
+    /// for them again.
     ///
     /// # Errors
     /// [`NotLegal`] unless the rollout is paused or runs.
@@ -73,19 +74,13 @@ impl Rollout {
             _ => return Err(self.not_legal("resume", "paused")),
         }
         for index in self.reached() {
-            match &self.members[index].state {
-                State::Failed {
-                    failure: Failure::Busy,
-                    ..
-                } => self.set(index, State::Pending),
-                State::Failed {
-                    failure: Failure::Unknown,
-                    ..
-                } => self.set(index, State::Unresolved),
-                _ => {}
+            if matches!(self.members[index].state, State::NotYet { .. }) {
+                self.members[index].health = None;
+                self.set(index, State::Pending);
+                self.run.retries.remove(&index);
             }
         }
-        self.enter(Phase::Running(Stage::Committing), principal, now, "resumed");
+        self.enter(Phase::Running(Stage::Changing), principal, now, "resumed");
         Ok(())
     }
 
@@ -98,22 +93,17 @@ impl Rollout {
         if !self.may_promote() {
             return Err(self.not_legal("promote", legal::PROMOTABLE));
         }
-        self.enter(
-            Phase::Running(Stage::Committing),
-            principal,
-            now,
-            "promoted",
-        );
+        self.enter(Phase::Running(Stage::Changing), principal, now, "promoted");
         self.next_wave(now);
         Ok(())
     }
 
-    /// Reverts all changes. This is legal in every phase.
+    /// Undoes all changes. Has no effect on a rollout that is already being undone or has ended.
     pub fn abort(&mut self, principal: &str, now: Millis) {
         self.revert(End::Aborted, principal, now, "aborted");
     }
 
-    /// Reverts all changes. This is legal in every phase.
+    /// Undoes all changes. Has no effect on a rollout that is already being undone or has ended.
     pub fn undo(&mut self, principal: &str, now: Millis) {
         self.revert(End::Undone, principal, now, "undone");
     }
@@ -122,19 +112,47 @@ impl Rollout {
         if !self.may_revert() {
             return;
         }
+        self.run.retries.clear();
         for index in 0..self.members.len() {
-            match self.members[index].state {
-                State::RevertFailed { pause_us, .. } => {
-                    self.set(index, State::Committed { pause_us });
-                }
-                State::Failed {
-                    failure: Failure::Unknown,
-                    ..
-                } => self.set(index, State::Unresolved),
-                _ => {}
-            }
+            self.release(index);
         }
-        self.run.reverts.clear();
         self.enter(Phase::Reverting(end), principal, now, text);
+    }
+
+    /// Wants nothing of the guest any more.
+    pub(super) fn release(&mut self, index: usize) {
+        let member = &self.members[index];
+        if matches!(member.state, State::Releasing { .. }) {
+            // It was released before, and the guest has not confirmed it.
+        } else if member.may_be_changed() {
+            self.raise(index);
+            self.run.retries.remove(&index);
+            self.set(index, State::Releasing { why: String::new() });
+        } else if matches!(member.state, State::NotYet { .. }) {
+            // The guest could not be observed, so no claims were sent.
+            self.set(index, State::Pending);
+        }
+    }
+
+    /// Gives up a guest. Nothing is sent to it any more.
+    ///
+    /// # Errors
+    /// [`NotLegal`] unless the guest is being changed, not yet as wanted, being released or already
+    /// forgotten.
+    pub fn forget(&mut self, index: usize, principal: &str, now: Millis) -> Result<(), NotLegal> {
+        let member = &self.members[index];
+        let name = format!("{} on {}", member.guest, member.host);
+        match member.state {
+            State::Forgotten => return Ok(()),
+            State::Claiming { .. }
+            | State::AsWanted { .. }
+            | State::NotYet { .. }
+            | State::Releasing { .. } => {}
+            _ => return Err(NotLegal::Forget { guest: name }),
+        }
+        self.raise(index);
+        self.set(index, State::Forgotten);
+        self.note(principal, now, format!("guest {name} is forgotten"));
+        Ok(())
     }
 }

@@ -2,16 +2,19 @@
 //! Evaluates the gates that depend only on the members, and records the health that other gates
 //! compare with.
 
-use super::policy::{WaveGate, WaveGateKind};
-use super::state::{Failure, Health, Member, Millis, Phase, Rollout, State};
+use super::policy::{ErrorsOf, WaveGate, WaveGateKind};
+use super::state::{Failure, Health, Member, Millis, Rollout, State};
 
-/// Returns the reason why the gate is closed, according to the wave's members so far; `None` if the
-/// gate is open.
-pub(super) fn closed(gate: &WaveGate, members: &[Member]) -> Option<String> {
+/// Returns the reason why the gate is closed, according to the members so far; `None` if the gate
+/// is open.
+pub(super) fn closed(gate: &WaveGate, wave: &[Member], all: &[Member]) -> Option<String> {
     match gate.kind {
-        WaveGateKind::Errors { max_percent } => too_many_errors(max_percent, members),
+        WaveGateKind::Errors { max_percent, of } => match of {
+            ErrorsOf::Wave => too_many_errors(max_percent, wave, "its"),
+            ErrorsOf::Rollout => too_many_errors(max_percent, all, "the rollout's"),
+        },
         WaveGateKind::PauseP99 { budget_us } => {
-            let p99 = pause_p99(members)?;
+            let p99 = pause_p99(wave)?;
             (p99 > budget_us).then(|| {
                 format!(
                     "the 99th percentile of its pauses is {p99} us, the budget is {budget_us} us"
@@ -27,10 +30,20 @@ pub(super) fn closed(gate: &WaveGate, members: &[Member]) -> Option<String> {
 
 impl Rollout {
     /// Records the outcome of [`super::Action::Observe`]. A guest that cannot be observed is not
-    /// changed; resume retries.
-    pub fn observed(&mut self, index: usize, outcome: Result<Health, String>, now: Millis) {
-        self.run.in_flight.remove(&index);
-        if self.members[index].state != State::Pending {
+    /// changed, and is observed again later.
+    pub fn observed(
+        &mut self,
+        index: usize,
+        generation: u64,
+        outcome: Result<Health, String>,
+        now: Millis,
+    ) {
+        let is_waiting = matches!(
+            self.members[index].state,
+            State::Pending | State::NotYet { .. }
+        );
+        let wants = self.header.phase.has_desired_state();
+        if !self.ends(index, generation) || !is_waiting || !wants {
             return;
         }
         match outcome {
@@ -38,42 +51,65 @@ impl Rollout {
                 self.members[index].health = Some(health);
                 self.run.changed.insert(index);
             }
-            Err(why) if matches!(self.header.phase, Phase::Running(_) | Phase::Paused) => {
+            Err(why) => {
+                self.put_off(index, now);
                 let failure = Failure::Busy;
                 let why = format!("agent_health: {why}");
-                self.set(index, State::Failed { failure, why });
+                self.set(index, State::NotYet { failure, why });
                 self.check_errors(now);
             }
-            Err(_) => {}
         }
     }
 }
 
-fn too_many_errors(max_percent: u32, members: &[Member]) -> Option<String> {
-    let is_failed = |member: &&Member| matches!(member.state, State::Failed { .. });
-    let failed = members.iter().filter(is_failed);
-    let (count, first) = (failed.clone().count(), failed.clone().next());
-    let State::Failed { why, .. } = &first?.state else {
-        return None;
+/// Returns the reason why too few members are as wanted; `None` if enough are.
+pub(super) fn too_few(wanted: usize, members: &[Member]) -> Option<String> {
+    let members: Vec<&Member> = members.iter().filter(|member| is_wanted(member)).collect();
+    let wanted = wanted.min(members.len());
+    let is_made = |member: &&&Member| matches!(member.state, State::AsWanted { .. });
+    let found = members.iter().filter(is_made).count();
+    let late = members.iter().find(|member| !is_made(member));
+    (found < wanted).then(|| {
+        let late = late.map_or("", |member| &member.guest);
+        format!("{found} of its guests are as wanted, and {wanted} must be; {late} is not")
+    })
+}
+
+/// Returns whether the rollout wants the member changed.
+fn is_wanted(member: &Member) -> bool {
+    matches!(
+        member.state,
+        State::Pending | State::Claiming { .. } | State::AsWanted { .. } | State::NotYet { .. }
+    )
+}
+
+fn too_many_errors(max_percent: u32, members: &[Member], whose: &str) -> Option<String> {
+    let all = members.iter().filter(|member| is_wanted(member)).count();
+    let mut failed = members.iter().filter(|member| member.state.is_late());
+    let count = failed.clone().count();
+    let first = failed.next()?;
+    let why = match &first.state {
+        State::NotYet { why, .. } => why,
+        _ => "it is tried again",
     };
     // Integer arithmetic is exact: 1 of 3 is more than 33 percent.
-    let is_over = count * 100 > members.len() * max_percent as usize;
+    let is_over = count * 100 > all * max_percent as usize;
     is_over.then(|| {
-        let (all, guest) = (members.len(), &first.expect("one failed").guest);
+        let guest = &first.guest;
         format!(
-            "{count} of its {all} guests failed, more than {max_percent} percent; \
+            "{count} of {whose} {all} guests are not yet as wanted, more than {max_percent} percent; \
              the first is {guest}: {why}"
         )
     })
 }
 
-/// Returns the 99th percentile of the committed members' pauses by the nearest-rank method; `None`
-/// if no member is committed.
+/// Returns the 99th percentile of the changed members' pauses by the nearest-rank method; `None`
+/// if no member is changed.
 pub(super) fn pause_p99(members: &[Member]) -> Option<u64> {
     let mut pauses: Vec<u64> = members
         .iter()
         .filter_map(|member| match member.state {
-            State::Committed { pause_us } => Some(pause_us),
+            State::AsWanted { pause_us } => Some(pause_us),
             _ => None,
         })
         .collect();

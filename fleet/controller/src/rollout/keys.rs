@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Defines the sets of keys that plans change. Guests with the same kernel have equal sets, which
+//! Defines the sets of keys that rollouts claim. Guests with the same kernel have equal sets, which
 //! are kept once.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,30 +9,49 @@ use patchbay_proto::text::hex;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// An op of the inverse, with the fields of `patchbay.v1.KeyUpdate`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct InverseOp {
-    pub key: String,
-    pub op: i32,
-    pub times: u32,
+/// The state that a claim wants for a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Want {
+    On,
+    Off,
+    /// The key has a reference of the rollout's own.
+    Held,
 }
 
-/// A tracepoint that an op of the spec selected on the guest.
+impl Want {
+    /// Returns the spelling in specs and in the digest of an intent.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::On => "on",
+            Self::Off => "off",
+            Self::Held => "held",
+        }
+    }
+}
+
+/// A claim on one key.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Claim {
+    pub key: String,
+    pub want: Want,
+}
+
+/// A tracepoint that the spec selected on the guest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tracepoint {
-    /// The index of the op.
-    pub op: usize,
     /// The name, "system:name".
     pub event: String,
     pub key: String,
 }
 
-/// The keys that a plan changes.
+/// The claims of a rollout on the keys of a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeySet {
     digest: String,
+    intent_digest: String,
+    claims: Vec<Claim>,
     tracepoints: Vec<Tracepoint>,
-    inverse: Vec<InverseOp>,
 }
 
 impl Default for KeySet {
@@ -42,51 +61,48 @@ impl Default for KeySet {
 }
 
 impl KeySet {
-    /// Creates the set. `tracepoints` are those whose keys the request named.
-    pub fn new(tracepoints: Vec<Tracepoint>, inverse: Vec<InverseOp>) -> Self {
-        let mut hash = Sha256::new();
-        let text = |hash: &mut Sha256, text: &str| {
-            hash.update((text.len() as u64).to_le_bytes());
-            hash.update(text);
-        };
-        hash.update((tracepoints.len() as u64).to_le_bytes());
-        for tracepoint in &tracepoints {
-            hash.update((tracepoint.op as u64).to_le_bytes());
-            text(&mut hash, &tracepoint.event);
-            text(&mut hash, &tracepoint.key);
+    /// Creates the set. `tracepoints` are those whose keys are claimed.
+    pub fn new(mut claims: Vec<Claim>, tracepoints: Vec<Tracepoint>) -> Self {
+        claims.sort_unstable_by(|one, other| one.key.cmp(&other.key));
+        let mut intent = Sha256::new();
+        for claim in &claims {
+            intent.update(format!("{} {}\n", claim.key, claim.want.name()));
         }
-        for op in &inverse {
-            text(&mut hash, &op.key);
-            hash.update(op.op.to_le_bytes());
-            hash.update(op.times.to_le_bytes());
+        let intent_digest = hex(&intent.finalize());
+        let mut hash = Sha256::new();
+        hash.update(&intent_digest);
+        hash.update((claims.len() as u64).to_le_bytes());
+        for Tracepoint { event, key } in &tracepoints {
+            for text in [event, key] {
+                hash.update((text.len() as u64).to_le_bytes());
+                hash.update(text);
+            }
         }
         Self {
             digest: hex(&hash.finalize()),
+            intent_digest,
+            claims,
             tracepoints,
-            inverse,
         }
     }
 
-    /// Returns the digest, which differs between sets that are not equal.
+    /// Returns a digest that also covers the tracepoints. Different sets have different digests.
     pub fn digest(&self) -> &str {
         &self.digest
     }
 
+    /// Returns the digest of the claims, as `patchbay.v1.SetClaimsRequest` defines it.
+    pub fn intent_digest(&self) -> &str {
+        &self.intent_digest
+    }
+
+    /// Returns the claims, ordered by key.
+    pub fn claims(&self) -> &[Claim] {
+        &self.claims
+    }
+
     pub fn tracepoints(&self) -> &[Tracepoint] {
         &self.tracepoints
-    }
-
-    /// Returns the ops that undo the plan.
-    pub fn inverse(&self) -> &[InverseOp] {
-        &self.inverse
-    }
-
-    /// Returns the names of the tracepoints that the plan changes.
-    pub fn changed_tracepoints(&self) -> Vec<String> {
-        let keys: BTreeSet<&str> = self.inverse.iter().map(|op| op.key.as_str()).collect();
-        let changed = self.tracepoints.iter();
-        let changed = changed.filter(|tracepoint| keys.contains(tracepoint.key.as_str()));
-        changed.map(|tracepoint| tracepoint.event.clone()).collect()
     }
 }
 
@@ -95,7 +111,7 @@ impl KeySet {
 pub struct KeySets(BTreeMap<String, Arc<KeySet>>);
 
 impl KeySets {
-    /// Returns the set that is kept for all that are equal to this one.
+    /// Returns the kept set that is equal to this one, and keeps this one if there is none.
     pub fn shared(&mut self, set: Arc<KeySet>) -> Arc<KeySet> {
         let digest = set.digest.clone();
         Arc::clone(self.0.entry(digest).or_insert(set))

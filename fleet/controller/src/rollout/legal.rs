@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Decides whether a command is legal in a rollout's state.
 
-use super::machine::is_left;
-use super::state::{Failure, Member, Phase, Rollout, State};
+use super::state::{Member, Phase, Rollout};
 
 pub(super) const PROMOTABLE: &str = "baking, at a gate, or paused there";
 
@@ -70,9 +69,9 @@ pub enum NotLegal {
         "{guests} guests of rollout {rollout} are changed, or may be; undo it before it is deleted"
     )]
     Changed { rollout: String, guests: usize },
-    #[error(
-        "rollout {rollout} has {waves} waves and takes no further one; undo it and plan another"
-    )]
+    #[error("the rollout does not wait for guest {guest}; `rollout explain` shows its state")]
+    Forget { guest: String },
+    #[error("rollout {rollout} has {waves} waves, the maximum; undo it and plan another")]
     Waves { rollout: String, waves: usize },
 }
 
@@ -98,7 +97,9 @@ impl Rollout {
             Verb::Pause => (matches!(phase, Phase::Running(_)), "running"),
             Verb::Resume => (phase == Phase::Paused, "paused"),
             Verb::Promote => (self.may_promote(), PROMOTABLE),
-            Verb::Abort | Verb::Undo => (self.may_revert(), "not taken back yet"),
+            Verb::Abort | Verb::Undo => {
+                (self.may_revert(), "planned, running, paused or completed")
+            }
         };
         match is_legal {
             true => Ok(()),
@@ -106,7 +107,7 @@ impl Rollout {
         }
     }
 
-    /// Checks that nothing is lost with the rollout: it is over, and no guest has its changes.
+    /// Checks that the rollout is over and that no guest has its changes.
     ///
     /// # Errors
     /// [`NotLegal`].
@@ -114,7 +115,7 @@ impl Rollout {
         if self.header.phase.is_active() {
             return Err(self.not_legal("delete", "completed, aborted or undone"));
         }
-        let may_be_changed = |member: &&Member| is_left(member) || is_to_be_tried_again(member);
+        let may_be_changed = |member: &&Member| member.may_be_changed();
         match self.members.iter().filter(may_be_changed).count() {
             0 => Ok(()),
             guests => Err(NotLegal::Changed {
@@ -143,12 +144,7 @@ impl Rollout {
     }
 
     pub(super) fn may_revert(&self) -> bool {
-        let again = |member: &Member| is_left(member) || is_to_be_tried_again(member);
-        match self.header.phase {
-            Phase::Reverting(_) => false,
-            Phase::Ended(_) => self.members.iter().any(again),
-            _ => true,
-        }
+        !matches!(self.header.phase, Phase::Reverting(_) | Phase::Ended(_))
     }
 
     pub(super) fn not_legal(&self, command: &'static str, legal: &'static str) -> NotLegal {
@@ -159,16 +155,4 @@ impl Rollout {
             legal,
         }
     }
-}
-
-/// Returns whether abort and undo retry the member.
-pub(super) fn is_to_be_tried_again(member: &Member) -> bool {
-    matches!(
-        member.state,
-        State::RevertFailed { .. }
-            | State::Failed {
-                failure: Failure::Unknown,
-                ..
-            }
-    )
 }

@@ -4,34 +4,45 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use super::gates;
 use super::policy::{OnFailure, WaveGateKind};
 use super::state::{
     Changes, End, Failure, Header, Member, Millis, Phase, Rollout, Run, Stage, State, TimelineEntry,
 };
-use super::{gates, legal};
 
-/// The maximum number of attempts at a commit whose answers do not reveal its outcome.
+/// The number of calls without an answer after which the wave does not wait for the guest any more.
 pub const MAX_ATTEMPTS: u32 = 5;
-/// The delay after the first of these attempts. It doubles with each further one.
-const BACKOFF: Millis = 500;
-const MAX_BACKOFF: Millis = BACKOFF << MAX_ATTEMPTS;
+/// The delay after the first call that failed. It doubles with each further failure.
+pub(super) const BACKOFF: Millis = 500;
+/// The longest delay between two calls. The number of calls is not limited.
+pub(super) const MAX_BACKOFF: Millis = 300_000;
+/// The interval between two queries whether the guests still have the claims.
+const CHECK_INTERVAL: Millis = 300_000;
+/// The highest generation of a guest that is continued.
+pub(super) const MAX_GENERATION: u64 = u64::MAX / 2;
 /// The maximum number of entries of a timeline, and of bytes in their texts.
 const MAX_TIMELINE: usize = 500;
 const MAX_TIMELINE_BYTES: usize = 256 << 10;
-/// The maximum length of a text that says why, in bytes. Such texts come from hosts and gates.
+/// The maximum length of a reason, in bytes. Reasons come from hosts and gates.
 const MAX_TEXT_BYTES: usize = 1024;
 
 /// An action for a driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Commit the member's plan.
-    Commit(usize),
-    /// Apply the member's inverse.
-    Revert(usize),
-    /// Get the report of the member's agent, before the member's commit.
-    Observe(usize),
+    /// Send the member's claims in this generation.
+    Claim { member: usize, generation: u64 },
+    /// Send the empty set of claims in this generation.
+    Release { member: usize, generation: u64 },
+    /// Get the report of the member's agent, before the member's first claims.
+    Observe { member: usize, generation: u64 },
+    /// Get the guest's boot, and whether the guest has claims of the rollout.
+    Check { member: usize, generation: u64 },
     /// Evaluate this gate for the wave.
-    RunGate { wave: usize, gate: usize },
+    RunGate {
+        wave: usize,
+        gate: usize,
+        asked: Millis,
+    },
 }
 
 /// The actions to perform now, and the latest time of the next step.
@@ -41,16 +52,62 @@ pub struct Step {
     pub wake_at: Option<Millis>,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum CommitOutcome {
-    Committed { pause_us: u64 },
-    Failed { failure: Failure, why: String },
+impl Step {
+    fn wake(&mut self, at: Millis) {
+        self.wake_at = Some(self.wake_at.map_or(at, |earlier| earlier.min(at)));
+    }
 }
 
+/// The outcome of [`Action::Claim`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RevertOutcome {
-    Reverted { void: bool },
-    Failed { again: bool, why: String },
+pub enum ClaimOutcome {
+    /// Every claim is made.
+    Made {
+        boot: String,
+        pause_us: u64,
+        /// The time at which the claims end by themselves.
+        expires: Option<Millis>,
+    },
+    /// Nothing is made, because the guest has booted again, and this is its boot.
+    Booted {
+        boot: String,
+    },
+    Failed {
+        failure: Failure,
+        why: String,
+    },
+    /// The guest has seen this later generation, so the store is older than the guest's state.
+    Stale {
+        seen: u64,
+    },
+}
+
+/// The outcome of [`Action::RunGate`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GateAnswer {
+    Passed,
+    Failed(String),
+    /// The party that was asked is down, or has not answered the question.
+    Inconclusive(String),
+}
+
+/// The outcome of [`Action::Release`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ReleaseOutcome {
+    Released {
+        void: bool,
+    },
+    Failed {
+        why: String,
+    },
+    /// The guest had confirmed the claims, and knows nothing of them any more.
+    Unknown {
+        why: String,
+    },
+    /// The same as in [`ClaimOutcome`].
+    Stale {
+        seen: u64,
+    },
 }
 
 impl Rollout {
@@ -97,15 +154,38 @@ impl Rollout {
             let (wave, waves) = (header.wave, header.waves.len());
             return Err(format!("wave {wave} of {waves} waves is in progress"));
         }
+        // Any program could have written the number, and room is needed for later ones.
+        let too_late = members
+            .iter()
+            .find(|member| member.generation > MAX_GENERATION + (1 << 32));
+        if let Some(member) = too_late {
+            let (guest, generation) = (&member.guest, member.generation);
+            return Err(format!("guest {guest} has generation {generation}"));
+        }
         let run = Run {
             stored_sets,
+            stored_members: members.len(),
             ..Run::default()
         };
-        Ok(Self {
+        let mut rollout = Self {
             header,
             members,
             run,
-        })
+        };
+        rollout.supersede_earlier();
+        Ok(rollout)
+    }
+
+    /// Supersedes members whose guest has a later one, which their driver may not have stored.
+    fn supersede_earlier(&mut self) {
+        let mut later = BTreeSet::new();
+        for index in (0..self.members.len()).rev() {
+            let member = &self.members[index];
+            let is_first = later.insert((member.host.clone(), member.guest.clone()));
+            if !is_first && member.state != State::Superseded {
+                self.set(index, State::Superseded);
+            }
+        }
     }
 
     pub fn header(&self) -> &Header {
@@ -130,218 +210,232 @@ impl Rollout {
         Changes {
             sets,
             members,
+            stored_members: std::mem::replace(&mut self.run.stored_members, self.members.len()),
             header: std::mem::take(&mut self.run.header_changed),
-        }
-    }
-
-    /// Records the outcome of [`Action::Commit`].
-    pub fn committed(&mut self, index: usize, outcome: CommitOutcome, now: Millis) {
-        self.run.in_flight.remove(&index);
-        let State::Committing { attempt, .. } = self.members[index].state else {
-            return;
-        };
-        let state = match outcome {
-            CommitOutcome::Committed { pause_us } => State::Committed { pause_us },
-            CommitOutcome::Failed {
-                failure: Failure::Unknown,
-                ..
-            } if attempt + 1 < MAX_ATTEMPTS => State::Committing {
-                attempt: attempt + 1,
-                not_before: now + (BACKOFF << attempt),
-            },
-            CommitOutcome::Failed { failure, why } => State::Failed { failure, why },
-        };
-        self.set(index, state);
-        self.check_errors(now);
-    }
-
-    /// Records the outcome of [`Action::Revert`].
-    pub fn reverted(&mut self, index: usize, outcome: RevertOutcome, now: Millis) {
-        self.run.in_flight.remove(&index);
-        let State::Committed { pause_us } = self.members[index].state else {
-            return;
-        };
-        match outcome {
-            RevertOutcome::Reverted { void } => self.set(index, State::Reverted { void }),
-            RevertOutcome::Failed { again, why } => {
-                let attempt = self
-                    .run
-                    .reverts
-                    .get(&index)
-                    .map_or(0, |&(attempt, _)| attempt);
-                if again && attempt + 1 < MAX_ATTEMPTS {
-                    let next = (attempt + 1, now + (BACKOFF << attempt));
-                    self.run.reverts.insert(index, next);
-                } else {
-                    self.set(index, State::RevertFailed { why, pause_us });
-                }
-            }
-        }
-    }
-
-    /// Records the outcome of [`Action::RunGate`].
-    pub fn gate_ended(
-        &mut self,
-        wave: usize,
-        gate: usize,
-        result: Result<(), String>,
-        now: Millis,
-    ) {
-        if wave != self.header.wave || !self.run.asked.remove(&gate) {
-            return;
-        }
-        if self.header.phase != Phase::Running(Stage::Gating) {
-            return;
-        }
-        match result {
-            Ok(()) => {
-                self.run.passed.insert(gate);
-            }
-            Err(why) => self.close(gate, &why, now),
-        }
-    }
-
-    /// Adapts the stored times after the wall clock jumped by `by` milliseconds, so that every wait
-    /// keeps its length. Freezes are wall-clock times and are not adapted.
-    pub fn clock_jumped(&mut self, by: i64) {
-        if let Some(wave) = self.header.waves.get_mut(self.header.wave)
-            && let Some(until) = &mut wave.bakes_until
-        {
-            *until = until.saturating_add_signed(by);
-            self.run.header_changed = true;
-        }
-        for (_, not_before) in self.run.reverts.values_mut() {
-            *not_before = not_before.saturating_add_signed(by);
-        }
-        for index in 0..self.members.len() {
-            if let State::Committing {
-                attempt,
-                not_before,
-            } = self.members[index].state
-                && attempt > 0
-            {
-                let not_before = not_before.saturating_add_signed(by);
-                let state = State::Committing {
-                    attempt,
-                    not_before,
-                };
-                self.set(index, state);
-            }
         }
     }
 
     /// Advances the rollout as far as possible, and returns the actions to perform.
     pub fn step(&mut self, now: Millis) -> Step {
         let mut step = Step::default();
-        self.send_unanswered(now, &mut step);
+        self.take_back();
         loop {
             let before = (self.header.phase, self.header.wave);
             match self.header.phase {
                 Phase::Planned | Phase::Paused | Phase::Completed | Phase::Ended(_) => {}
-                Phase::Running(Stage::Committing) => self.commit_wave(now, &mut step),
+                Phase::Running(Stage::Changing) => self.change_wave(now),
                 Phase::Running(Stage::Baking) => self.bake(now, &mut step),
                 Phase::Running(Stage::Gating) => self.gate(now, &mut step),
-                Phase::Reverting(end) => self.revert_members(end, now, &mut step),
+                Phase::Reverting(end) => self.end(end, now),
             }
             if (self.header.phase, self.header.wave) == before {
-                return step;
+                break;
+            }
+        }
+        // After the loop, because a gate that closes in this step keeps claims from being sent.
+        self.release_members(now, &mut step);
+        self.send_unanswered(now, &mut step);
+        if matches!(self.header.phase, Phase::Running(_) | Phase::Completed) {
+            self.admit(now, &mut step);
+        }
+        if self.header.phase.has_desired_state() {
+            self.check(now, &mut step);
+        }
+        step
+    }
+
+    /// Releases the guests that the header says are taken back. The driver that wrote the header
+    /// may have ended before it stored their states.
+    fn take_back(&mut self) {
+        if matches!(self.header.phase, Phase::Reverting(_)) {
+            for index in 0..self.members.len() {
+                self.release(index);
+            }
+        }
+        for wave in 0..self.header.waves.len() {
+            if self.header.waves[wave].is_taken_back {
+                self.release_wave(wave);
             }
         }
     }
 
-    /// Sends the commits whose outcome is unknown, in any phase.
+    /// Wants nothing of a wave's guests any more.
+    fn release_wave(&mut self, wave: usize) {
+        let name = self.header.waves[wave].name.clone();
+        for index in self.header.waves[wave].members() {
+            self.release(index);
+            if self.members[index].state == State::Pending {
+                let why = format!("wave {name} was taken back before it was changed");
+                self.set(index, State::Skipped { why });
+            }
+        }
+    }
+
+    /// Sends the claims whose outcome is unknown, in any phase.
     fn send_unanswered(&mut self, now: Millis, step: &mut Step) {
-        for index in self.reached() {
-            if let State::Committing { not_before, .. } = self.members[index].state {
-                self.send(Action::Commit(index), index, not_before, now, step);
+        for member in self.reached() {
+            if matches!(self.members[member].state, State::Claiming { .. }) {
+                let generation = self.members[member].generation;
+                self.send(Action::Claim { member, generation }, member, now, step);
             }
         }
     }
 
-    /// Adds the action to the step, unless it is in progress or not yet due.
-    fn send(&mut self, action: Action, index: usize, from: Millis, now: Millis, step: &mut Step) {
-        // A deadline beyond MAX_BACKOFF means that the clock was set back.
-        if now < from && from <= now.saturating_add(MAX_BACKOFF) {
-            step.wake_at = Some(step.wake_at.map_or(from, |at| at.min(from)));
-        } else if self.run.in_flight.insert(index) {
-            step.actions.push(action);
+    /// Returns whether the member's next call is due. If it is not, the step's `wake_at` is at the
+    /// latest the time when it is.
+    fn is_due(&self, member: usize, now: Millis, step: &mut Step) -> bool {
+        match self.run.retries.get(&member) {
+            // A time beyond the longest delay means that the clock was set back.
+            Some(&(_, at)) if now < at && at <= now.saturating_add(MAX_BACKOFF) => {
+                step.wake(at);
+                false
+            }
+            _ => true,
         }
     }
 
-    fn commit_wave(&mut self, now: Millis, step: &mut Step) {
-        if self.header.wave >= self.header.waves.len() {
-            self.enter(Phase::Completed, "", now, "completed");
+    /// Adds the action to the step, unless an action of the same generation is in progress or the
+    /// member's next call is not yet due.
+    fn send(&mut self, action: Action, member: usize, now: Millis, step: &mut Step) {
+        let generation = self.members[member].generation;
+        if self.run.in_flight.get(&member) == Some(&generation) || !self.is_due(member, now, step) {
             return;
         }
-        if let Some(freeze) = self.header.policy.frozen(now) {
-            let is_waiting =
-                |member: &Member| matches!(member.state, State::Pending | State::Unresolved);
-            if self.members[self.reached()].iter().any(is_waiting) {
-                let until = freeze.until;
-                step.wake_at = Some(step.wake_at.map_or(until, |at| at.min(until)));
-                return;
-            }
-        }
-        self.admit(self.reached(), now, step);
-        if self.is_settled() {
-            self.enter(Phase::Running(Stage::Baking), "", now, "");
-        }
+        self.run.in_flight.insert(member, generation);
+        step.actions.push(action);
     }
 
-    /// Starts commits as far as the caps allow. While the rollout reverts, only commits with an
-    /// unknown outcome are started, to learn the outcome.
-    fn admit(&mut self, candidates: std::ops::Range<usize>, now: Millis, step: &mut Step) {
-        let reverting = matches!(self.header.phase, Phase::Reverting(_));
-        let is_skipped = |member: &&Member| matches!(member.state, State::Skipped { .. });
-        let guests = self.members.len() - self.members.iter().filter(is_skipped).count();
+    /// Sends the claims of guests that are pending or not yet as wanted, as far as the caps allow.
+    fn admit(&mut self, now: Millis, step: &mut Step) {
+        if let Some(freeze) = self.header.policy.frozen(now) {
+            let is_waiting =
+                |member: &Member| matches!(member.state, State::Pending | State::NotYet { .. });
+            if self.members[self.reached()].iter().any(is_waiting) {
+                step.wake(freeze.until);
+            }
+            return;
+        }
+        let is_left_out =
+            |member: &&Member| matches!(member.state, State::Skipped { .. } | State::Superseded);
+        let guests = self.members.len() - self.members.iter().filter(is_left_out).count();
         let caps = self.header.policy.caps;
         let (most, most_per_domain) = (caps.total(guests), caps.per_domain());
         let observes = self.header.policy.observes_agents();
         let mut total = 0;
         let mut domains: BTreeMap<String, usize> = BTreeMap::new();
         for member in &self.members {
-            if matches!(member.state, State::Committing { .. }) {
+            if matches!(member.state, State::Claiming { .. }) {
                 total += 1;
                 *domains.entry(member.domain.clone()).or_default() += 1;
             }
         }
-        for index in candidates {
-            let member = &self.members[index];
-            let is_wanted = match &member.state {
-                State::Pending => !reverting,
-                State::Unresolved => true,
-                _ => false,
-            };
-            if total >= most {
+        let is_pending = |index: &usize| self.members[*index].state == State::Pending;
+        let is_late = |index: &usize| matches!(self.members[*index].state, State::NotYet { .. });
+        let pending: Vec<usize> = self.reached().filter(is_pending).collect();
+        let late: Vec<usize> = self.reached().filter(is_late).collect();
+        // Guests that do not answer must not keep those that wait for their first call.
+        let most_late = if pending.is_empty() {
+            most
+        } else {
+            (most / 2).max(1)
+        };
+        let (pending_len, mut retries) = (pending.len(), 0);
+        for (position, index) in pending.into_iter().chain(late).enumerate() {
+            let again = position >= pending_len;
+            if total >= most || (again && retries >= most_late) {
                 return;
             }
-            let domain = domains.entry(member.domain.clone()).or_default();
-            if !is_wanted || *domain >= most_per_domain {
+            if !self.is_due(index, now, step) || self.has_expired(index, now) {
                 continue;
             }
-            if observes && member.health.is_none() && member.state == State::Pending {
-                self.send(Action::Observe(index), index, now, now, step);
+            let member = &self.members[index];
+            let domain = domains.entry(member.domain.clone()).or_default();
+            if *domain >= most_per_domain {
+                continue;
+            }
+            if observes && member.health.is_none() {
+                let generation = member.generation;
+                let action = Action::Observe {
+                    member: index,
+                    generation,
+                };
+                self.send(action, index, now, step);
                 continue;
             }
             (total, *domain) = (total + 1, *domain + 1);
-            self.set(
-                index,
-                State::Committing {
-                    attempt: 0,
-                    not_before: now,
-                },
-            );
-            self.send(Action::Commit(index), index, now, now, step);
+            retries += usize::from(again);
+            let generation = self.raise(index);
+            self.set(index, State::Claiming { again });
+            let action = Action::Claim {
+                member: index,
+                generation,
+            };
+            self.send(action, index, now, step);
         }
     }
 
-    /// Returns whether every member of the waves that have begun has settled, so that none is
-    /// pending, unresolved or being committed.
+    /// Leaves a guest whose claims have ended by themselves. Returns whether it does.
+    pub(super) fn has_expired(&mut self, index: usize, now: Millis) -> bool {
+        let has_expired = self.members[index].expires.is_some_and(|at| at <= now);
+        if has_expired {
+            self.set(index, State::Released { void: true });
+        }
+        has_expired
+    }
+
+    /// Begins a new generation of the member. Outcomes of calls of earlier ones no longer count.
+    pub(super) fn raise(&mut self, index: usize) -> u64 {
+        let generation = &mut self.members[index].generation;
+        *generation = generation.saturating_add(1);
+        *generation
+    }
+
+    fn change_wave(&mut self, now: Millis) {
+        if self.header.wave >= self.header.waves.len() {
+            self.enter(Phase::Completed, "", now, "completed");
+        } else if self.is_settled() {
+            self.run.asked.clear();
+            self.run.answered.clear();
+            self.run.inconclusive.clear();
+            self.enter(Phase::Running(Stage::Baking), "", now, "");
+        }
+    }
+
+    /// Asks the guests that have the claims if they still do: all at an interval, and those that
+    /// may have changed at once.
+    fn check(&mut self, now: Millis, step: &mut Step) {
+        let is_made = |member: &Member| matches!(member.state, State::AsWanted { .. });
+        if !self.members.iter().any(is_made) {
+            return;
+        }
+        let latest = now.saturating_add(CHECK_INTERVAL);
+        // The rollouts of a new leader do not ask all at once.
+        let run = u64::from_str_radix(&self.header.run, 16).unwrap_or(0);
+        let from = *self
+            .run
+            .check_from
+            .get_or_insert(latest - run % CHECK_INTERVAL);
+        let mut members = std::mem::take(&mut self.run.check_now);
+        // A time beyond the interval means that the clock was set back.
+        if now >= from || from > latest {
+            members.extend(self.reached());
+            self.run.check_from = Some(latest);
+        }
+        step.wake(self.run.check_from.unwrap_or(latest));
+        for member in members {
+            if is_made(&self.members[member]) {
+                let generation = self.members[member].generation;
+                self.send(Action::Check { member, generation }, member, now, step);
+            }
+        }
+    }
+
+    /// Returns whether the rollout waits for no member of the waves that have begun.
     pub(super) fn is_settled(&self) -> bool {
         let is_open = |member: &Member| {
             matches!(
                 member.state,
-                State::Pending | State::Unresolved | State::Committing { .. }
+                State::Pending | State::Claiming { again: false }
             )
         };
         let has_wave = self.header.wave < self.header.waves.len();
@@ -360,36 +454,83 @@ impl Rollout {
                 end
             }
         };
-        if now < until {
-            step.wake_at = Some(step.wake_at.map_or(until, |at| at.min(until)));
-            return;
+        if now >= until {
+            self.enter(Phase::Running(Stage::Gating), "", now, "");
+        } else if self.evaluate(now, step).is_some() {
+            step.wake(until);
         }
-        self.run.asked.clear();
-        self.run.passed.clear();
-        self.enter(Phase::Running(Stage::Gating), "", now, "");
     }
 
+    /// Begins the next wave once every gate has passed after the bake time.
     fn gate(&mut self, now: Millis, step: &mut Step) {
+        let wave = &self.header.waves[self.header.wave];
+        let (from, members) = (wave.bakes_until.unwrap_or(0), wave.members());
+        let Some(external) = self.evaluate(now, step) else {
+            return;
+        };
+        let has_passed = |gate: &usize| {
+            let answer = self.run.answered.get(gate);
+            answer.is_some_and(|&(asked, passed)| passed && asked >= from)
+        };
+        if !external.iter().all(has_passed) {
+            return;
+        }
+        let wanted = self.header.policy.min_success;
+        if let Some(why) = gates::too_few(wanted, &self.members[members]) {
+            let text = format!("wave {}: {why}", self.header.waves[self.header.wave].name);
+            self.enter(Phase::Paused, "", now, &text);
+            return;
+        }
+        self.enter(Phase::Running(Stage::Changing), "", now, "");
+        self.next_wave(now);
+    }
+
+    /// Evaluates the gates, and asks those that need external information when they are due.
+    /// Returns these gates, or `None` if a gate is closed.
+    fn evaluate(&mut self, now: Millis, step: &mut Step) -> Option<Vec<usize>> {
+        if let Some((gate, why)) = self.closed_gate(|_| true) {
+            self.close(gate, &why, now);
+            return None;
+        }
         let wave = self.header.wave;
-        let members = self.header.waves[wave].members();
-        for gate in 0..self.header.policy.gates.len() {
-            if let Some(why) = gates::closed(
-                &self.header.policy.gates[gate],
-                &self.members[members.clone()],
-            ) {
-                self.close(gate, &why, now);
-                return;
+        let bakes_until = self.header.waves[wave].bakes_until.unwrap_or(0);
+        let mut external = Vec::new();
+        for (index, gate) in self.header.policy.gates.iter().enumerate() {
+            if gate.kind.timeout_ms().is_none() {
+                continue;
             }
-            let kind = &self.header.policy.gates[gate].kind;
-            let is_external = kind.timeout_ms().is_some();
-            if is_external && !self.run.passed.contains(&gate) && self.run.asked.insert(gate) {
-                step.actions.push(Action::RunGate { wave, gate });
+            external.push(index);
+            if self.run.asked.contains_key(&index) {
+                continue;
             }
+            let due = match self.run.answered.get(&index) {
+                // The answer after the bake time counts, and is asked for at once.
+                Some(&(asked, _)) if asked < bakes_until && now >= bakes_until => now,
+                Some(&(_, true)) if now >= bakes_until => continue,
+                Some(&(asked, _)) => asked.saturating_add(gate.interval_ms),
+                None => now,
+            };
+            // A time beyond one interval means that the clock was set back.
+            if now < due && due <= now.saturating_add(gate.interval_ms) {
+                step.wake(due);
+                continue;
+            }
+            self.run.asked.insert(index, now);
+            step.actions.push(Action::RunGate {
+                wave,
+                gate: index,
+                asked: now,
+            });
         }
-        if self.run.asked.is_empty() {
-            self.enter(Phase::Running(Stage::Committing), "", now, "");
-            self.next_wave(now);
-        }
+        Some(external)
+    }
+
+    /// Returns a gate that the members close, and the reason.
+    fn closed_gate(&self, counts: fn(&WaveGateKind) -> bool) -> Option<(usize, String)> {
+        let wave = &self.members[self.header.waves[self.header.wave].members()];
+        let gates = self.header.policy.gates.iter().enumerate();
+        let mut gates = gates.filter(|(_, gate)| counts(&gate.kind));
+        gates.find_map(|(index, gate)| Some((index, gates::closed(gate, wave, &self.members)?)))
     }
 
     pub(super) fn next_wave(&mut self, now: Millis) {
@@ -398,52 +539,58 @@ impl Rollout {
         self.header.wave += 1;
     }
 
-    /// Closes a gate on errors as soon as too many guests have failed, even before the wave has
-    /// settled.
+    /// Closes a gate on errors as soon as too many guests are not yet as wanted, even before the
+    /// wave has settled.
     pub(super) fn check_errors(&mut self, now: Millis) {
-        if self.header.phase != Phase::Running(Stage::Committing) {
+        if self.header.phase != Phase::Running(Stage::Changing) {
             return;
         }
-        let members = self.header.waves[self.header.wave].members();
-        let gates = &self.header.policy.gates;
-        let closed = gates.iter().enumerate().find_map(|(index, gate)| {
-            let is_errors = matches!(gate.kind, WaveGateKind::Errors { .. });
-            let why = gates::closed(gate, &self.members[members.clone()]).filter(|_| is_errors);
-            Some((index, why?))
-        });
-        if let Some((gate, why)) = closed {
+        if let Some((gate, why)) = self.closed_gate(WaveGateKind::is_of_errors) {
             self.close(gate, &why, now);
         }
     }
 
     /// Handles a closed gate as the spec requires.
-    fn close(&mut self, gate: usize, why: &str, now: Millis) {
+    pub(super) fn close(&mut self, gate: usize, why: &str, now: Millis) {
         let wave = &self.header.waves[self.header.wave].name;
         let text = format!("gate {} of wave {wave} is closed: {why}", gate + 1);
+        let is_added = self.header.waves[self.header.wave].is_added;
         match self.header.policy.gates[gate].on_failure {
             OnFailure::Pause => self.enter(Phase::Paused, "", now, &text),
+            OnFailure::Abort if is_added => self.leave_wave(&text, now),
             OnFailure::Abort => self.revert(End::Aborted, "", now, &text),
         }
     }
 
-    fn revert_members(&mut self, end: End, now: Millis, step: &mut Step) {
-        self.admit(0..self.members.len(), now, step);
-        for index in 0..self.members.len() {
-            if matches!(self.members[index].state, State::Committed { .. }) {
-                let from = self.run.reverts.get(&index).map_or(now, |&(_, from)| from);
-                self.send(Action::Revert(index), index, from, now, step);
+    /// Takes an added wave back, and continues with the next one.
+    fn leave_wave(&mut self, why: &str, now: Millis) {
+        self.header.waves[self.header.wave].is_taken_back = true;
+        self.release_wave(self.header.wave);
+        self.enter(Phase::Running(Stage::Changing), "", now, why);
+        self.next_wave(now);
+    }
+
+    /// Ends the claims of guests that the rollout wants nothing of any more, in any phase.
+    fn release_members(&mut self, now: Millis, step: &mut Step) {
+        for member in 0..self.members.len() {
+            if matches!(self.members[member].state, State::Releasing { .. }) {
+                let generation = self.members[member].generation;
+                let action = Action::Release { member, generation };
+                self.send(action, member, now, step);
             }
         }
+    }
+
+    /// Ends the rollout once every guest has confirmed that it has no claims.
+    fn end(&mut self, end: End, now: Millis) {
+        let is_left = |member: &Member| matches!(member.state, State::Releasing { .. });
         if self.members.iter().any(is_left) {
             return;
         }
-        let failed = self.members.iter();
-        let text = match failed
-            .filter(|member| legal::is_to_be_tried_again(member))
-            .count()
-        {
-            0 => "everything is taken back".to_owned(),
-            failed => format!("{failed} guests are not taken back; abort or undo tries again"),
+        let is_forgotten = |member: &&Member| member.state == State::Forgotten;
+        let text = match self.members.iter().filter(is_forgotten).count() {
+            0 => "every change is undone".to_owned(),
+            forgotten => format!("every change is undone, except on {forgotten} forgotten guests"),
         };
         self.enter(Phase::Ended(end), "", now, &text);
     }
@@ -462,7 +609,7 @@ impl Rollout {
     }
 
     pub(super) fn set(&mut self, index: usize, mut state: State) {
-        if let State::Failed { why, .. } | State::RevertFailed { why, .. } = &mut state {
+        if let State::NotYet { why, .. } | State::Releasing { why } = &mut state {
             *why = bounded(why);
         }
         self.members[index].state = state;
@@ -506,20 +653,12 @@ pub(crate) fn bounded(text: &str) -> String {
     line
 }
 
-/// Returns whether the member must still be handled before reverting can end.
-pub(super) fn is_left(member: &Member) -> bool {
-    matches!(
-        member.state,
-        State::Committed { .. } | State::Committing { .. } | State::Unresolved
-    )
-}
-
 impl Phase {
     /// Returns the name of the phase that users see.
     pub fn name(self) -> &'static str {
         match self {
             Self::Planned => "planned",
-            Self::Running(Stage::Committing) => "running",
+            Self::Running(Stage::Changing) => "running",
             Self::Running(Stage::Baking) => "baking",
             Self::Running(Stage::Gating) => "at its gates",
             Self::Paused => "paused",

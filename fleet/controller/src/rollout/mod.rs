@@ -13,34 +13,39 @@
 //!                               ▼
 //!                           Reverting ──nothing is left──▶ Aborted, Undone
 //!
-//!  in a wave:  Committing ──all settled──▶ Baking ──over──▶ Gating ──passed──▶ next wave
+//!  in a wave:  Changing ──all settled──▶ Baking ──over──▶ Gating ──passed──▶ next wave
 //!
-//!  a guest:    Pending ──▶ Committing ──▶ Committed ──▶ Reverted
-//!                 ▲            │ ▲            └──▶ RevertFailed ──abort, undo──▶ Committed
-//!                 │            ▼ └─────────────────────────────── Unresolved
-//!                 └──resume── Failed ──resume, abort, undo if unknown──▶┘
+//!  a guest:    Pending ──▶ Claiming ──▶ AsWanted ──▶ Releasing ──▶ Released
+//!                             │  ▲           │             ▲
+//!                             ▼  │           ▼             │
+//!                            NotYet ◀──── booted again     │
+//!                               └──────── abort, undo ─────┘
+//!
+//!  in any of Claiming, NotYet and Releasing:  forget ──▶ Forgotten
 //! ```
+//!
+//! A rollout is an owner of claims (`patchbay.v1.SetClaims`). It sends a guest the whole set that
+//! it wants, which is empty after an abort or undo, with a generation that fences every earlier
+//! call. The same set may be sent any number of times, so an answer that is lost costs only time.
+//! No failure is final: a set that is not made is sent again, with a growing delay, until it is
+//! made or a person gives the guest up.
 //!
 //! A driver calls [`Rollout::step`], saves the changes that [`Rollout::take_changes`] names,
 //! performs the actions, and reports each outcome. The driver may be killed between any two of
 //! these steps. Another driver then loads the saved state and calls `step`, which returns again
-//! every action whose outcome was not saved. All actions are idempotent, because a commit names its
-//! plan and an inverse carries a request id. Therefore, no op is applied twice.
-//!
-//! A driver's calls must end with the driver. For that reason, the runner drops its connections
-//! when it loses the election.
+//! every action whose outcome was not saved. A deposed driver's calls have a generation that was
+//! saved before, so they have no effect after a call of its successor.
 //!
 //! The machine guarantees the following for any order of calls (tested in `tests.rs`):
 //!
-//! * A guest is `Committing` in the store before its commit is sent. At most as many guests as the
-//!   caps allow are `Committing`, in all and in each failure domain.
-//! * No commit is started while the rollout is planned, paused or frozen. While it reverts, no
-//!   guest is committed for the first time. Reverting is subject to no cap and no freeze.
-//! * Abort and undo are legal in every phase. When they end, no guest is `Committed`.
-//! * With a gate on the agents' health, a guest is not committed before its agent's report is
-//!   saved.
-//! * A guest whose commit has an unknown outcome is never assumed to be unchanged. It is committed
-//!   again before it is reverted, which reveals the outcome of the first commit.
+//! * A guest is `Claiming` in the store, with its generation, before its claims are sent. At most
+//!   as many guests as the caps allow are `Claiming`, in all and in each failure domain.
+//! * No guest's claims are sent in a new generation while the rollout is planned, paused or frozen.
+//!   While it reverts, no claims are sent at all. Reverting is subject to no cap and no freeze.
+//! * Abort and undo are legal until the rollout has ended. When they end, every guest to which
+//!   claims may have been sent has confirmed that it has none, unless a person has adopted its
+//!   drift or has given it up.
+//! * With a gate on the agents' health, a guest is not changed before its agent's report is saved.
 
 mod amend;
 mod commands;
@@ -48,17 +53,20 @@ mod gates;
 mod keys;
 mod legal;
 mod machine;
+mod outcomes;
 mod policy;
 mod state;
 #[cfg(test)]
 mod tests;
 
-pub use self::keys::{InverseOp, KeySet, KeySets, Tracepoint};
+pub use self::keys::{Claim, KeySet, KeySets, Tracepoint, Want};
 pub use self::legal::{NotLegal, Verb};
 pub(crate) use self::machine::bounded;
-pub use self::machine::{Action, CommitOutcome, RevertOutcome, Step};
-pub use self::policy::{AgentLimits, Caps, Freeze, OnFailure, Policy, WaveGate, WaveGateKind};
+pub use self::machine::{Action, ClaimOutcome, GateAnswer, ReleaseOutcome, Step};
+pub use self::policy::{
+    AfterReboot, AgentLimits, Caps, ErrorsOf, Freeze, OnFailure, Policy, WaveGate, WaveGateKind,
+};
 pub use self::state::{
-    Changes, End, Failure, Header, Health, Member, Millis, Phase, PreparedPlan, Rollout, Stage,
-    State, TimelineEntry, Wave,
+    Changes, End, Failure, Header, Health, Member, Millis, Phase, Plan, Rollout, Stage, State,
+    TimelineEntry, Wave,
 };

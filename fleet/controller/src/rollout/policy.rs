@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::state::Millis;
 
-/// Limits on the number of guests that are `Committing` at the same time.
+/// Limits on the number of guests that are `Claiming` at the same time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Caps {
     pub count: Option<u32>,
@@ -33,7 +33,7 @@ impl Caps {
 }
 
 /// A period in which no guest is changed. It begins at `from` and ends immediately before `until`.
-/// Reverting continues.
+/// Undoing changes continues.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Freeze {
     pub from: Millis,
@@ -47,6 +47,16 @@ pub enum OnFailure {
     Abort,
 }
 
+/// The treatment of a guest that was changed and has booted again, without the claims.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum AfterReboot {
+    /// The guest is changed again, as far as the caps allow.
+    #[default]
+    Again,
+    Leave,
+}
+
 /// Limits on the reports of a wave's agents. A guest that has booted since its wave began always
 /// breaks them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -56,12 +66,23 @@ pub struct AgentLimits {
     /// The maximum percentage of the last 60 s in which some task waited for the resource, "cpu",
     /// "memory" or "io".
     pub pressure: BTreeMap<String, u32>,
+    /// The maximum percentage of the wave's changed guests that may break the limits.
+    pub unhealthy_percent: u32,
+}
+
+/// The guests of which [`WaveGateKind::Errors`] takes the percentage.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ErrorsOf {
+    #[default]
+    Wave,
+    Rollout,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum WaveGateKind {
-    /// The maximum percentage of a wave's guests that have failed.
-    Errors { max_percent: u32 },
+    /// The maximum percentage of the guests that are not as wanted although the rollout has tried.
+    Errors { max_percent: u32, of: ErrorsOf },
     /// The maximum of the 99th percentile of a wave's pauses.
     PauseP99 { budget_us: u64 },
     /// An external command that must exit with status 0 before its timeout.
@@ -90,6 +111,11 @@ pub enum WaveGateKind {
 }
 
 impl WaveGateKind {
+    /// Returns whether the gate closes as soon as too many guests have failed.
+    pub fn is_of_errors(&self) -> bool {
+        matches!(self, Self::Errors { .. })
+    }
+
     /// Returns the timeout of a gate that needs external information; `None` for other gates.
     pub fn timeout_ms(&self) -> Option<u64> {
         match self {
@@ -106,6 +132,10 @@ impl WaveGateKind {
 pub struct WaveGate {
     pub kind: WaveGateKind,
     pub on_failure: OnFailure,
+    /// The time between two evaluations of a gate that needs external information.
+    pub interval_ms: u64,
+    /// The time for which the gate may be inconclusive before the rollout is paused.
+    pub patience_ms: u64,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -115,6 +145,9 @@ pub struct Policy {
     pub freezes: Vec<Freeze>,
     /// The number of distinct principals that must approve before the start.
     pub approvals: usize,
+    /// The number of guests of each wave that must be as wanted before the next wave begins.
+    pub min_success: usize,
+    pub after_reboot: AfterReboot,
 }
 
 impl Policy {

@@ -14,7 +14,10 @@ pub type Millis = u64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Stage {
-    Committing,
+    /// Guests of the wave are being changed.
+    // Records of versions 1 and 2 have this alias.
+    #[serde(alias = "Committing")]
+    Changing,
     Baking,
     /// Waits for gates that need external information. Another driver evaluates them again.
     Gating,
@@ -50,63 +53,74 @@ impl Phase {
     }
 }
 
-/// The kinds of failed commits.
+/// The kinds of failed calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Failure {
-    /// The guest refused the commit and would refuse a repeat, for example because the plan is
-    /// stale.
-    Final,
-    /// The guest was busy, or could not be observed before the commit. Resume retries.
+    /// The guest refused the claims, or some of them.
+    Refused,
+    /// The guest was busy, or could not be observed before the change.
     Busy,
-    /// No answer revealed the outcome, so the commit may have been made.
+    /// No answer revealed the outcome, so the claims may have been made.
     Unknown,
 }
 
+/// The progress of a guest towards the state that the rollout wants.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum State {
     Skipped {
         why: String,
     },
+    /// The guest waits for its wave, or until the caps let it change.
     Pending,
-    /// The commit may have been sent. `attempt` counts the answers that did not reveal its outcome.
-    Committing {
-        attempt: u32,
-        not_before: Millis,
+    /// The claims may have been sent in the member's generation. `again` means that an earlier
+    /// generation failed: the wave does not wait for the guest any more.
+    Claiming {
+        again: bool,
     },
-    /// The commit failed with an unknown outcome and waits to be sent again.
-    Unresolved,
-    Committed {
+    /// The guest has confirmed every claim.
+    AsWanted {
         pause_us: u64,
     },
-    Failed {
+    /// The claims or some of them were not made, or their outcome is unknown. They are sent again
+    /// in a later generation.
+    NotYet {
         failure: Failure,
         why: String,
     },
-    /// The change is undone. `void` means that the guest had already dropped it (TTL, reboot).
-    Reverted {
-        void: bool,
-    },
-    RevertFailed {
+    /// The rollout wants nothing of the guest any more, and the guest has not confirmed this. The
+    /// empty set of claims is sent until it does. `why` is the reason why the last call failed;
+    /// empty at first.
+    Releasing {
         why: String,
-        pause_us: u64,
+    },
+    /// The guest has confirmed that the rollout has no claims. `void` means that the claims had
+    /// ended before the call (TTL, reboot).
+    Released {
+        void: bool,
     },
     /// The guest drifted, and an operator accepted its state. Abort and undo do not change it.
     Adopted,
+    /// An operator has given the guest up. Nothing is sent to it any more.
+    Forgotten,
+    /// A later member of the same guest replaces this one.
+    Superseded,
 }
 
-/// A plan that the guest has prepared.
+impl State {
+    /// Returns whether the guest is not yet as wanted and the wave does not wait for it any more.
+    pub fn is_late(&self) -> bool {
+        matches!(self, Self::NotYet { .. } | Self::Claiming { again: true })
+    }
+}
+
+/// The claims on a guest, and their effect as a validation predicted it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PreparedPlan {
-    pub plan_id: String,
-    /// The id of the request that prepared it. The first rollouts have none.
-    #[serde(default)]
-    pub request_id: String,
-    pub digest: String,
-    pub incarnation: String,
+pub struct Plan {
+    /// The number of keys whose count would change.
     pub keys: u32,
     pub sites: u32,
     pub predicted_pause_us: u64,
-    /// It is stored by itself.
+    /// The set is stored in a record of its own.
     #[serde(skip)]
     pub set: Arc<KeySet>,
 }
@@ -126,10 +140,34 @@ pub struct Member {
     pub guest: String,
     /// The value of the host's label that names the failure domain; empty if there is none.
     pub domain: String,
-    pub plan: PreparedPlan,
-    /// The health before the commit. It is set if a gate compares with it.
+    pub plan: Plan,
+    /// The health before the change. It is set if a gate compares with it.
     pub health: Option<Health>,
+    /// The latest generation in which claims may have been sent; 0 if none were. It is stored
+    /// before a call carries it, so no call of an earlier driver has a higher one.
+    pub generation: u64,
+    /// The guest's boot for which claims are sent. It is stored before a call names it.
+    pub boot: String,
+    /// The guest has confirmed the claims in this boot.
+    pub is_confirmed: bool,
+    /// The time at which the claims end by themselves, if the spec has a time for them.
+    pub expires: Option<Millis>,
     pub state: State,
+}
+
+impl Member {
+    /// Returns whether the guest may have claims that an abort or undo has to end.
+    pub fn may_be_changed(&self) -> bool {
+        let answers = matches!(
+            self.state,
+            State::Pending
+                | State::Claiming { .. }
+                | State::AsWanted { .. }
+                | State::NotYet { .. }
+                | State::Releasing { .. }
+        );
+        answers && self.generation > 0
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -141,6 +179,11 @@ pub struct Wave {
     pub bake_ms: u64,
     /// The end of the bake time, set when the members have settled for the first time.
     pub bakes_until: Option<Millis>,
+    /// The wave was added for guests that joined or drifted. If one of its gates closes, only the
+    /// wave itself is taken back.
+    pub is_added: bool,
+    /// The rollout wants nothing of the wave's guests any more.
+    pub is_taken_back: bool,
 }
 
 impl Wave {
@@ -164,7 +207,7 @@ pub struct Header {
     pub title: String,
     /// The digest of the spec's text, by which a repeated request is recognized.
     pub spec_digest: String,
-    /// The digest of the spec, the waves and the plans.
+    /// The digest of the spec, the waves and each guest's intent digest.
     pub digest: String,
     pub phase: Phase,
     /// The reason why the rollout is in this phase; empty if there is none.
@@ -179,25 +222,19 @@ pub struct Header {
     pub created: Millis,
     /// The trace of the call that planned the rollout, 32 hexadecimal digits; empty if the call had
     /// none.
-    #[serde(default)]
     pub trace_id: String,
-    /// A random text by which the requests of rollouts with the same name are told apart. It is
-    /// empty in version 1, whose requests keep their ids.
-    #[serde(default)]
+    /// A random text that distinguishes the claims of rollouts with the same name.
     pub run: String,
 }
 
 impl Header {
-    /// Returns the beginning of the ids of all requests of the rollout.
-    pub fn request_prefix(&self) -> String {
-        match &*self.run {
-            "" => format!("fleet/{}", self.name),
-            run => format!("fleet/{}/{run}", self.name),
-        }
+    /// Returns the name of the owner of the rollout's claims.
+    pub fn owner(&self) -> String {
+        format!("rollout/{}/{}", self.name, self.run)
     }
 
     /// Returns the trace that all changes of the rollout belong to. It is the trace of the call
-    /// that planned the rollout, or else the first half of the plan's digest.
+    /// that planned the rollout, or else the first half of the rollout's digest.
     pub fn trace(&self) -> u128 {
         let id = match self.trace_id.as_str() {
             "" => self.digest.get(..32).unwrap_or_default(),
@@ -218,19 +255,32 @@ pub struct Rollout {
 /// The state that is not stored. It is empty when a driver starts.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Run {
-    /// Members for which `step` has returned an action whose outcome is not reported yet.
-    pub(super) in_flight: BTreeSet<usize>,
+    /// The members for which `step` has returned an action whose outcome is not reported yet, with
+    /// the generation of the action.
+    pub(super) in_flight: BTreeMap<usize, u64>,
     /// The gates of the wave for which `step` has returned an action whose outcome is not reported
-    /// yet. `passed` contains the gates that have passed.
-    pub(super) asked: BTreeSet<usize>,
-    pub(super) passed: BTreeSet<usize>,
-    /// The number of failed attempts to revert a member, and the time of the next attempt.
-    pub(super) reverts: BTreeMap<usize, (u32, Millis)>,
+    /// yet, and the times of the actions.
+    pub(super) asked: BTreeMap<usize, Millis>,
+    /// The gates of the wave that have answered, the times at which they were asked, and whether
+    /// they have passed.
+    pub(super) answered: BTreeMap<usize, (Millis, bool)>,
+    /// The gates of the wave whose latest answers are inconclusive, and the time of the first.
+    pub(super) inconclusive: BTreeMap<usize, Millis>,
+    /// The number of consecutive calls for a member that failed, and the time of the next one.
+    pub(super) retries: BTreeMap<usize, (u32, Millis)>,
+    /// The time of the next query whether the guests still have the claims.
+    pub(super) check_from: Option<Millis>,
+    /// The members whose guests are asked at once.
+    pub(super) check_now: BTreeSet<usize>,
+    /// The time of a member's latest change, and the number of times that its guest has booted
+    /// again soon after one.
+    pub(super) made: BTreeMap<usize, (Millis, u32)>,
     /// The parts that are to be stored.
     pub(super) changed: BTreeSet<usize>,
     pub(super) header_changed: bool,
-    /// The digests of the sets of keys that are stored.
+    /// The digests of the sets of keys that are stored, and the number of members.
     pub(super) stored_sets: BTreeSet<String>,
+    pub(super) stored_members: usize,
 }
 
 /// The parts of a rollout that are to be stored.
@@ -240,5 +290,7 @@ pub struct Changes {
     pub sets: Vec<Arc<KeySet>>,
     /// The indices of members.
     pub members: Vec<usize>,
+    /// The number of members that were stored before.
+    pub stored_members: usize,
     pub header: bool,
 }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests the machine step by step.
 
+mod claims;
 mod events;
+mod gates;
 
-use super::machine::MAX_ATTEMPTS;
 use super::*;
 
 fn member(index: usize) -> Member {
@@ -11,8 +12,12 @@ fn member(index: usize) -> Member {
         host: format!("host-{}", index / 4),
         guest: format!("guest-{index}"),
         domain: format!("rack-{}", index % 3),
-        plan: PreparedPlan::default(),
+        plan: Plan::default(),
         health: None,
+        generation: 0,
+        boot: String::new(),
+        is_confirmed: false,
+        expires: None,
         state: State::Pending,
     }
 }
@@ -27,6 +32,8 @@ fn planned(sizes: &[usize], policy: Policy) -> Rollout {
             count,
             bake_ms: 1000,
             bakes_until: None,
+            is_added: false,
+            is_taken_back: false,
         });
     }
     let members: Vec<Member> = (0..sizes.iter().sum()).map(member).collect();
@@ -41,42 +48,94 @@ fn planned(sizes: &[usize], policy: Policy) -> Rollout {
     Rollout::new(header, members)
 }
 
+/// Returns one wave without a bake time.
+fn one_wave(guests: usize) -> Vec<Wave> {
+    vec![Wave {
+        name: "late".to_owned(),
+        first: 0,
+        count: guests,
+        bake_ms: 0,
+        bakes_until: None,
+        is_added: true,
+        is_taken_back: false,
+    }]
+}
+
 fn started(sizes: &[usize], policy: Policy) -> Rollout {
     let mut rollout = planned(sizes, policy);
     rollout.start("alice", "digest", 0).expect("planned");
     rollout
 }
 
-fn commits(step: &Step) -> Vec<usize> {
-    let commit = |action: &Action| match action {
-        Action::Commit(index) => Some(*index),
+fn claims(step: &Step) -> Vec<usize> {
+    let claim = |action: &Action| match action {
+        Action::Claim { member, .. } => Some(*member),
         _ => None,
     };
-    step.actions.iter().filter_map(commit).collect()
+    step.actions.iter().filter_map(claim).collect()
 }
 
-fn commit_all(rollout: &mut Rollout, now: Millis) -> usize {
+fn releases(step: &Step) -> Vec<usize> {
+    let release = |action: &Action| match action {
+        Action::Release { member, .. } => Some(*member),
+        _ => None,
+    };
+    step.actions.iter().filter_map(release).collect()
+}
+
+fn claim_all(rollout: &mut Rollout, now: Millis) -> usize {
     let mut done = 0;
     loop {
-        let ready = commits(&rollout.step(now));
+        let ready = claims(&rollout.step(now));
         if ready.is_empty() {
             return done;
         }
         for index in ready {
-            rollout.committed(index, CommitOutcome::Committed { pause_us: 10 }, now);
+            claimed(rollout, index, made(10), now);
             done += 1;
         }
     }
 }
 
-fn failed(failure: Failure) -> CommitOutcome {
-    let why = "no".to_owned();
-    CommitOutcome::Failed { failure, why }
+/// Reports the outcome of the member's latest call.
+fn claimed(rollout: &mut Rollout, index: usize, outcome: ClaimOutcome, now: Millis) {
+    let generation = rollout.members()[index].generation;
+    rollout.claimed(index, generation, outcome, now);
 }
+
+fn released(rollout: &mut Rollout, index: usize, outcome: ReleaseOutcome, now: Millis) {
+    let generation = rollout.members()[index].generation;
+    rollout.released(index, generation, outcome, now);
+}
+
+fn made(pause_us: u64) -> ClaimOutcome {
+    ClaimOutcome::Made {
+        boot: "boot-1".to_owned(),
+        pause_us,
+        expires: None,
+    }
+}
+
+fn failed(failure: Failure) -> ClaimOutcome {
+    let why = "no".to_owned();
+    ClaimOutcome::Failed { failure, why }
+}
+
+fn not_released() -> ReleaseOutcome {
+    let why = "no answer".to_owned();
+    ReleaseOutcome::Failed { why }
+}
+
+const RELEASED: ReleaseOutcome = ReleaseOutcome::Released { void: false };
 
 fn gate(kind: WaveGateKind, on_failure: OnFailure) -> Policy {
     Policy {
-        gates: vec![WaveGate { kind, on_failure }],
+        gates: vec![WaveGate {
+            kind,
+            on_failure,
+            interval_ms: 100,
+            patience_ms: 1000,
+        }],
         ..Policy::default()
     }
 }
@@ -103,13 +162,13 @@ fn check_legality(rollout: &Rollout, now: Millis) {
 #[test]
 fn waves_follow_each_other_after_their_bake_time() {
     let mut rollout = started(&[1, 3], Policy::default());
-    assert_eq!(commits(&rollout.step(0)), [0]);
-    rollout.committed(0, CommitOutcome::Committed { pause_us: 1 }, 10);
+    assert_eq!(claims(&rollout.step(0)), [0]);
+    claimed(&mut rollout, 0, made(1), 10);
     assert_eq!(rollout.step(10).wake_at, Some(1010));
     assert_eq!(rollout.step(1009).actions, []);
-    assert_eq!(commits(&rollout.step(1010)), [1, 2, 3]);
+    assert_eq!(claims(&rollout.step(1010)), [1, 2, 3]);
     for index in 1..4 {
-        rollout.committed(index, CommitOutcome::Committed { pause_us: 1 }, 1020);
+        claimed(&mut rollout, index, made(1), 1020);
     }
     rollout.step(1020);
     rollout.step(2020);
@@ -144,12 +203,12 @@ fn start_pins_the_digest_and_counts_people() {
     approved.approve("bob", "digest", 0).expect("planned");
     check_legality(&approved, 0);
     assert_eq!(rollout.header().phase, Phase::Planned);
-    assert!(commits(&rollout.step(0)).is_empty());
+    assert!(claims(&rollout.step(0)).is_empty());
     rollout.start("bob", "digest", 0).expect("the second");
     assert_eq!(rollout.header().approvals, ["alice", "bob"]);
     let late = rollout.approve("carol", "digest", 0);
     assert!(matches!(late, Err(NotLegal::Phase { .. })));
-    assert_eq!(commits(&rollout.step(0)), [0]);
+    assert_eq!(claims(&rollout.step(0)), [0]);
 }
 
 #[test]
@@ -163,14 +222,14 @@ fn a_freeze_holds_changes_and_no_reverts() {
         ..Policy::default()
     };
     let mut rollout = started(&[1, 1], policy);
-    assert_eq!(commit_all(&mut rollout, 0), 1);
+    assert_eq!(claim_all(&mut rollout, 0), 1);
     rollout.promote("alice", 150).expect("baking");
     let step = rollout.step(150);
-    assert_eq!((commits(&step), step.wake_at), (vec![], Some(200)));
+    assert_eq!((claims(&step), step.wake_at), (vec![], Some(200)));
     let mut aborted = rollout.clone();
     aborted.abort("alice", 150);
-    assert_eq!(aborted.step(150).actions, [Action::Revert(0)]);
-    assert_eq!(commits(&rollout.step(200)), [1]);
+    assert_eq!(releases(&aborted.step(150)), [0]);
+    assert_eq!(claims(&rollout.step(200)), [1]);
 }
 
 #[test]
@@ -179,12 +238,15 @@ fn too_many_errors_close_the_gate_at_once() {
         (OnFailure::Pause, Phase::Paused),
         (OnFailure::Abort, Phase::Reverting(End::Aborted)),
     ] {
-        let errors = WaveGateKind::Errors { max_percent: 25 };
+        let errors = WaveGateKind::Errors {
+            max_percent: 25,
+            of: ErrorsOf::Wave,
+        };
         let mut rollout = started(&[4], gate(errors, on_failure));
         rollout.step(0);
-        rollout.committed(0, failed(Failure::Final), 0);
-        assert_eq!(rollout.header().phase, Phase::Running(Stage::Committing));
-        rollout.committed(1, failed(Failure::Final), 0);
+        claimed(&mut rollout, 0, failed(Failure::Refused), 0);
+        assert_eq!(rollout.header().phase, Phase::Running(Stage::Changing));
+        claimed(&mut rollout, 1, failed(Failure::Refused), 0);
         assert_eq!(rollout.header().phase, phase);
         assert!(rollout.header().message.contains("guest-0"));
     }
@@ -194,80 +256,11 @@ fn too_many_errors_close_the_gate_at_once() {
 fn a_pause_over_budget_closes_the_gate() {
     let budget = WaveGateKind::PauseP99 { budget_us: 9 };
     let mut rollout = started(&[2, 1], gate(budget, OnFailure::Pause));
-    commit_all(&mut rollout, 0);
+    claim_all(&mut rollout, 0);
     rollout.step(1000);
     assert_eq!(rollout.header().phase, Phase::Paused);
     rollout.promote("alice", 1000).expect("paused at a gate");
-    assert_eq!(commits(&rollout.step(1000)), [2]);
-}
-
-#[test]
-fn a_command_decides_about_the_next_wave() {
-    let command = WaveGateKind::Command {
-        argv: vec!["true".to_owned()],
-        timeout_ms: 1,
-    };
-    let mut rollout = started(&[1, 1], gate(command, OnFailure::Abort));
-    commit_all(&mut rollout, 0);
-    let asked = [Action::RunGate { wave: 0, gate: 0 }];
-    assert_eq!(rollout.step(1000).actions, asked);
-    assert_eq!(rollout.step(1000).actions, [], "asked once");
-    // Another driver evaluates the gate again.
-    let mut other = Rollout::new(rollout.header().clone(), rollout.members().to_vec());
-    assert_eq!(other.step(1000).actions, asked);
-    other.gate_ended(0, 0, Err("exit status 1".to_owned()), 1000);
-    assert_eq!(other.step(1000).actions, [Action::Revert(0)]);
-    rollout.gate_ended(0, 0, Ok(()), 1000);
-    assert_eq!(commits(&rollout.step(1000)), [1]);
-}
-
-#[test]
-fn a_busy_guest_is_tried_again_by_resume_and_a_stale_plan_is_not() {
-    let mut rollout = started(&[2], Policy::default());
-    rollout.step(0);
-    rollout.committed(0, failed(Failure::Busy), 0);
-    rollout.committed(1, failed(Failure::Final), 0);
-    rollout.pause("alice", 0).expect("runs");
-    rollout.resume("alice", 0).expect("paused");
-    assert_eq!(commits(&rollout.step(0)), [0]);
-}
-
-#[test]
-fn an_unknown_outcome_is_learned_before_it_is_reverted() {
-    let mut rollout = started(&[1], Policy::default());
-    let mut now = 0;
-    for _ in 0..MAX_ATTEMPTS {
-        let step = rollout.step(now);
-        assert_eq!(commits(&step), [0]);
-        rollout.committed(0, failed(Failure::Unknown), now);
-        now += 3_600_000;
-    }
-    assert!(matches!(rollout.members()[0].state, State::Failed { .. }));
-    rollout.abort("alice", now);
-    assert_eq!(rollout.step(now).actions, [Action::Commit(0)]);
-    rollout.committed(0, CommitOutcome::Committed { pause_us: 1 }, now);
-    assert_eq!(rollout.step(now).actions, [Action::Revert(0)]);
-    rollout.reverted(0, RevertOutcome::Reverted { void: false }, now);
-    rollout.step(now);
-    assert_eq!(rollout.header().phase, Phase::Ended(End::Aborted));
-}
-
-#[test]
-fn what_could_not_be_taken_back_is_tried_by_the_next_abort() {
-    let mut rollout = started(&[1], Policy::default());
-    commit_all(&mut rollout, 0);
-    rollout.undo("alice", 0);
-    rollout.step(0);
-    let refused = RevertOutcome::Failed {
-        again: false,
-        why: "WOULD_WARN".to_owned(),
-    };
-    rollout.reverted(0, refused, 0);
-    rollout.step(0);
-    assert_eq!(rollout.header().phase, Phase::Ended(End::Undone));
-    assert!(rollout.header().message.contains("1 guests"));
-    rollout.abort("alice", 1);
-    assert_eq!(rollout.step(1).actions, [Action::Revert(0)]);
+    assert_eq!(claims(&rollout.step(1000)), [2]);
 }
 
 #[test]
@@ -289,36 +282,23 @@ fn only_a_rollout_that_is_over_and_has_changed_no_guest_is_deletable() {
     assert!(matches!(deletable(&rollout), Err(NotLegal::Phase { .. })));
     rollout.start("alice", "digest", 0).expect("planned");
     rollout.step(0);
-    rollout.committed(0, CommitOutcome::Committed { pause_us: 1 }, 0);
-    rollout.committed(1, failed(Failure::Final), 0);
-    let mut now = 0;
-    for _ in 0..MAX_ATTEMPTS {
-        rollout.committed(2, failed(Failure::Unknown), now);
-        now += 3_600_000;
-        rollout.step(now);
-    }
-    assert!(matches!(deletable(&rollout), Err(NotLegal::Phase { .. })));
-    rollout.undo("alice", now);
-    assert!(matches!(deletable(&rollout), Err(NotLegal::Phase { .. })));
-    rollout.step(now);
-    let refused = RevertOutcome::Failed {
-        again: false,
-        why: "WOULD_WARN".to_owned(),
-    };
-    rollout.reverted(0, refused, now);
-    // The guest whose outcome is not known is committed again to learn it.
-    rollout.committed(2, failed(Failure::Final), now);
-    rollout.step(now);
-    assert!(matches!(rollout.header().phase, Phase::Ended(_)));
+    claimed(&mut rollout, 0, made(1), 0);
+    claimed(&mut rollout, 1, made(1), 0);
+    claimed(&mut rollout, 2, failed(Failure::Refused), 0);
+    rollout.step(0);
+    rollout.step(1000);
+    assert_eq!(rollout.header().phase, Phase::Completed);
     let changed = deletable(&rollout);
     assert!(
-        matches!(changed, Err(NotLegal::Changed { guests: 1, .. })),
+        matches!(changed, Err(NotLegal::Changed { guests: 3, .. })),
         "{changed:?}"
     );
-    rollout.undo("alice", now);
-    rollout.step(now);
-    rollout.reverted(0, RevertOutcome::Reverted { void: false }, now);
-    rollout.step(now);
+    rollout.undo("alice", 2000);
+    assert!(matches!(deletable(&rollout), Err(NotLegal::Phase { .. })));
+    for index in releases(&rollout.step(2000)) {
+        released(&mut rollout, index, RELEASED, 2000);
+    }
+    rollout.step(2000);
     assert_eq!(deletable(&rollout), Ok(()));
 }
 
@@ -331,12 +311,12 @@ fn texts_from_outside_and_the_number_of_waves_are_bounded() {
         rollout.note(&long[..100], now, long.clone());
     }
     rollout.step(0);
-    let outcome = CommitOutcome::Failed {
-        failure: Failure::Final,
+    let outcome = ClaimOutcome::Failed {
+        failure: Failure::Refused,
         why: long.clone(),
     };
-    rollout.committed(0, outcome, 0);
-    let State::Failed { why, .. } = &rollout.members()[0].state else {
+    claimed(&mut rollout, 0, outcome, 0);
+    let State::NotYet { why, .. } = &rollout.members()[0].state else {
         panic!("{:?}", rollout.members()[0].state);
     };
     assert!(why.len() <= 1024 && why.starts_with("a ä") && why.ends_with("ä..."));
@@ -345,15 +325,16 @@ fn texts_from_outside_and_the_number_of_waves_are_bounded() {
     assert!(bytes <= 256 << 10, "{bytes}");
     assert_eq!(timeline[0].text, "started");
     while rollout.header().waves.len() < super::amend::MAX_WAVES {
-        let added = rollout.extend("late", vec![member(1)], "", 0);
+        let guest = rollout.members().len();
+        let added = rollout.extend(one_wave, vec![member(guest)], "", 0);
         added.expect("room for another");
     }
-    let more = rollout.extend("late", vec![member(1)], "", 0);
+    let more = rollout.extend(one_wave, vec![member(9999)], "", 0);
     assert!(matches!(more, Err(NotLegal::Waves { .. })), "{more:?}");
 }
 
 #[test]
-fn an_added_wave_is_committed_under_the_caps_and_taken_back_with_the_others() {
+fn an_added_wave_is_changed_under_the_caps_and_replaces_earlier_members() {
     let policy = Policy {
         caps: Caps {
             count: Some(1),
@@ -362,40 +343,40 @@ fn an_added_wave_is_committed_under_the_caps_and_taken_back_with_the_others() {
         ..Policy::default()
     };
     let mut rollout = started(&[1], policy);
-    let early = planned(&[1], Policy::default()).extend("late", vec![member(1)], "", 0);
+    let early = planned(&[1], Policy::default()).extend(one_wave, vec![member(1)], "", 0);
     assert!(matches!(early, Err(NotLegal::Phase { .. })));
-    commit_all(&mut rollout, 0);
+    claim_all(&mut rollout, 0);
     rollout.step(1000);
     assert_eq!(rollout.header().phase, Phase::Completed);
     rollout.take_changes();
-    let added = vec![member(1), member(2)];
+    // One of the guests drifted, and the others joined.
+    let added = vec![member(0), member(1), member(2)];
     rollout
-        .extend("late", added, "alice", 2000)
+        .extend(one_wave, added, "alice", 2000)
         .expect("completed");
     let changes = rollout.take_changes();
-    assert_eq!((changes.members, changes.header), (vec![1, 2], true));
-    assert_eq!(commits(&rollout.step(2000)), [1]);
-    rollout.committed(1, CommitOutcome::Committed { pause_us: 1 }, 2000);
-    assert_eq!(commits(&rollout.step(2000)), [2]);
-    rollout.committed(2, CommitOutcome::Committed { pause_us: 1 }, 2000);
+    assert_eq!((changes.members, changes.header), (vec![0, 1, 2, 3], true));
+    assert_eq!(rollout.members()[0].state, State::Superseded);
+    for index in [1, 2, 3] {
+        assert_eq!(claims(&rollout.step(2000)), [index]);
+        claimed(&mut rollout, index, made(1), 2000);
+    }
+    // The guest has seen the earlier member's generation.
+    assert_eq!(rollout.members()[1].generation, 2);
     rollout.step(2000);
     assert_eq!(rollout.header().phase, Phase::Completed);
     rollout.abort("alice", 3000);
-    let reverts = rollout.step(3000).actions;
-    assert_eq!(
-        reverts,
-        [Action::Revert(0), Action::Revert(1), Action::Revert(2)]
-    );
+    assert_eq!(releases(&rollout.step(3000)), [1, 2, 3], "each guest once");
 }
 
 #[test]
 fn abort_leaves_an_adopted_guest() {
     let mut rollout = started(&[2], Policy::default());
-    commit_all(&mut rollout, 0);
+    claim_all(&mut rollout, 0);
     rollout.adopt(&[0], vec![], "alice", 0).expect("baking");
     rollout.abort("alice", 0);
-    assert_eq!(rollout.step(0).actions, [Action::Revert(1)]);
-    rollout.reverted(1, RevertOutcome::Reverted { void: false }, 0);
+    assert_eq!(releases(&rollout.step(0)), [1]);
+    released(&mut rollout, 1, RELEASED, 0);
     rollout.step(0);
     assert_eq!(rollout.header().phase, Phase::Ended(End::Aborted));
     let late = rollout.adopt(&[1], vec![], "alice", 0);
@@ -405,16 +386,16 @@ fn abort_leaves_an_adopted_guest() {
 #[test]
 fn a_clock_that_jumps_between_drivers_costs_at_most_one_bake_time_or_backoff() {
     let mut rollout = started(&[1, 1], Policy::default());
-    assert_eq!(commits(&rollout.step(10_000_000)), [0]);
-    rollout.committed(0, failed(Failure::Unknown), 10_000_000);
+    assert_eq!(claims(&rollout.step(10_000_000)), [0]);
+    claimed(&mut rollout, 0, failed(Failure::Unknown), 10_000_000);
     assert_eq!(rollout.step(10_000_000).wake_at, Some(10_000_500));
-    // After the clock jumps back, the commit must not wait for hours.
-    assert_eq!(commits(&rollout.step(0)), [0]);
-    rollout.committed(0, CommitOutcome::Committed { pause_us: 1 }, 10_000_000);
+    // After the clock jumps back, the call must not wait for hours.
+    assert_eq!(claims(&rollout.step(0)), [0]);
+    claimed(&mut rollout, 0, made(1), 10_000_000);
     assert_eq!(rollout.step(10_000_000).wake_at, Some(10_001_000));
     assert_eq!(rollout.step(0).wake_at, Some(1000));
     // After the clock jumps forward, the bake time ends early, and only the next wave is started.
-    assert_eq!(commits(&rollout.step(20_000_000)), [1]);
+    assert_eq!(claims(&rollout.step(20_000_000)), [1]);
 }
 
 #[test]
@@ -429,43 +410,36 @@ fn what_waits_when_the_clock_jumps_waits_as_long_as_before() {
         let mut rollout = started(&[2, 1], Policy::default());
         let mut now = 1_000_000_000;
         rollout.step(now);
-        rollout.committed(0, failed(Failure::Unknown), now);
-        rollout.committed(1, CommitOutcome::Committed { pause_us: 1 }, now);
-        rollout.take_changes();
+        claimed(&mut rollout, 0, failed(Failure::Unknown), now);
+        claimed(&mut rollout, 1, made(1), now);
         now = now.saturating_add_signed(by);
         rollout.clock_jumped(by);
-        let saved = rollout.take_changes().members;
-        assert_eq!(saved, [0], "another driver knows it");
         assert_eq!(rollout.step(now).wake_at, Some(now + 500));
-        assert!(commits(&rollout.step(now + 499)).is_empty());
-        assert_eq!(commits(&rollout.step(now + 500)), [0]);
-        rollout.committed(0, CommitOutcome::Committed { pause_us: 1 }, now);
+        assert!(claims(&rollout.step(now + 499)).is_empty());
+        assert_eq!(claims(&rollout.step(now + 500)), [0]);
+        claimed(&mut rollout, 0, made(1), now);
         rollout.step(now);
         rollout.take_changes();
         now = now.saturating_add_signed(by);
         rollout.clock_jumped(by);
         assert!(rollout.take_changes().header, "another driver knows it");
-        assert!(commits(&rollout.step(now + 999)).is_empty());
+        assert!(claims(&rollout.step(now + 999)).is_empty());
         let mut aborted = rollout.clone();
-        assert_eq!(commits(&rollout.step(now + 1000)), [2]);
+        assert_eq!(claims(&rollout.step(now + 1000)), [2]);
         aborted.abort("alice", now);
         aborted.step(now);
-        let lost = RevertOutcome::Failed {
-            again: true,
-            why: "lost".to_owned(),
-        };
-        aborted.reverted(0, lost, now);
+        released(&mut aborted, 0, not_released(), now);
         now = now.saturating_add_signed(by);
         aborted.clock_jumped(by);
         assert_eq!(aborted.step(now + 499).actions, []);
-        assert_eq!(aborted.step(now + 500).actions, [Action::Revert(0)]);
+        assert_eq!(releases(&aborted.step(now + 500)), [0]);
     }
     let policy = Policy {
         freezes: vec![freeze],
         ..Policy::default()
     };
     let mut frozen = started(&[1], policy);
-    assert!(commits(&frozen.step(1)).is_empty());
+    assert!(claims(&frozen.step(1)).is_empty());
     frozen.clock_jumped(100_000_000);
-    assert_eq!(commits(&frozen.step(100_000_001)), [0]);
+    assert_eq!(claims(&frozen.step(100_000_001)), [0]);
 }

@@ -1,147 +1,390 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Commits and reverts the plan of one guest.
+//! Sends claims to one guest, and reports the outcomes of actions to the rollout.
+
+use std::future::Future;
 
 use patchbay_proto::v1;
+use tonic::Status;
 
-use crate::hosts::{CallError, Host, Hosts, Verdict};
-use crate::plan;
-use crate::rollout::{CommitOutcome, Failure, Member, RevertOutcome};
-use crate::spec::Spec;
+use crate::clock::now;
+use crate::hosts::{CallError, Hosts, Verdict};
+use crate::plan::{Asks, not_made};
+use crate::rollout::{
+    ClaimOutcome, Failure, GateAnswer, Health, Member, Millis, ReleaseOutcome, Rollout,
+};
+use crate::spec::Duration;
 
-pub(super) async fn commit(
-    hosts: &Hosts,
-    name: &str,
-    spec: &Spec,
+/// The calls that are made for a member. Tests deliver them by other ways than connections.
+pub trait Calls: Sync {
+    /// Replaces the claims on a guest of this host.
+    fn set_claims(
+        &self,
+        host: &str,
+        request: v1::SetClaimsRequest,
+    ) -> impl Future<Output = Result<v1::SetClaimsResponse, Status>> + Send;
+
+    /// Returns the boot of a guest of this host, and whether the owner has a claim on it.
+    fn boot(
+        &self,
+        host: &str,
+        guest: &str,
+        owner: &str,
+    ) -> impl Future<Output = Result<(String, bool), Status>> + Send;
+
+    /// Returns the other hosts that have a guest of this name, according to the registry.
+    fn elsewhere(&self, host: &str, guest: &str) -> Vec<String>;
+}
+
+impl Calls for Hosts {
+    async fn set_claims(
+        &self,
+        host: &str,
+        request: v1::SetClaimsRequest,
+    ) -> Result<v1::SetClaimsResponse, Status> {
+        match self.get(host) {
+            Some(host) => host.set_claims(request).await,
+            None => Err(Status::unavailable(no_host(host))),
+        }
+    }
+
+    async fn boot(&self, host: &str, guest: &str, owner: &str) -> Result<(String, bool), Status> {
+        match self.get(host) {
+            Some(host) => host.boot(guest, owner).await,
+            None => Err(Status::unavailable(no_host(host))),
+        }
+    }
+
+    fn elsewhere(&self, host: &str, guest: &str) -> Vec<String> {
+        Hosts::elsewhere(self, host, guest)
+    }
+}
+
+/// The outcome of a call for a member.
+pub struct Answered<T> {
+    pub member: usize,
+    /// The generation that the call had.
+    pub generation: u64,
+    pub outcome: T,
+    /// The host that has the guest, if it is not the member's.
+    pub moved: Option<String>,
+}
+
+/// The outcome of an action.
+pub enum Outcome {
+    Claim(Answered<ClaimOutcome>),
+    Release(Answered<ReleaseOutcome>),
+    Observed {
+        member: usize,
+        generation: u64,
+        health: Result<Health, String>,
+    },
+    Checked {
+        member: usize,
+        generation: u64,
+        /// The boot, whether there are claims, and the host if it is not the member's.
+        found: Option<(String, bool, Option<String>)>,
+    },
+    Gate {
+        wave: usize,
+        gate: usize,
+        /// The time at which the gate was asked.
+        asked: Millis,
+        answer: GateAnswer,
+    },
+}
+
+impl Outcome {
+    /// Reports the outcome to the rollout.
+    pub fn report(self, rollout: &mut Rollout, now: Millis) {
+        match self {
+            Self::Claim(answered) => {
+                let Answered {
+                    member,
+                    generation,
+                    outcome,
+                    moved,
+                } = answered;
+                if let Some(host) = moved {
+                    rollout.moved(member, host, now);
+                }
+                rollout.claimed(member, generation, outcome, now);
+            }
+            Self::Release(answered) => {
+                let Answered {
+                    member,
+                    generation,
+                    outcome,
+                    moved,
+                } = answered;
+                if let Some(host) = moved {
+                    rollout.moved(member, host, now);
+                }
+                rollout.released(member, generation, outcome, now);
+            }
+            Self::Observed {
+                member,
+                generation,
+                health,
+            } => {
+                rollout.observed(member, generation, health, now);
+            }
+            Self::Checked {
+                member,
+                generation,
+                found,
+            } => {
+                let found = found.map(|(boot, has_claims, moved)| {
+                    if let Some(host) = moved {
+                        rollout.moved(member, host, now);
+                    }
+                    (boot, has_claims)
+                });
+                rollout.checked(member, generation, found, now);
+            }
+            Self::Gate {
+                wave,
+                gate,
+                asked,
+                answer,
+            } => rollout.gate_ended(wave, gate, asked, answer, now),
+        }
+    }
+}
+
+/// Sends the member's claims. Returns the guest's new host too, if it has moved.
+pub async fn claim(
+    hosts: &impl Calls,
+    asks: &Asks<'_>,
     member: &Member,
-) -> CommitOutcome {
-    let Some(host) = hosts.get(&member.host) else {
-        return CommitOutcome::Failed {
+    generation: u64,
+) -> (ClaimOutcome, Option<String>) {
+    let request = asks.claim(member, generation);
+    let (answer, moved) = send(hosts, member, request).await;
+    let outcome = match answer {
+        Ok(answer) => made(&answer, asks.spec.ttl.map(Duration::millis)),
+        Err(error) if error.has_booted => booted(hosts, asks, member, error).await,
+        Err(error) => match error.seen {
+            Some(seen) => ClaimOutcome::Stale { seen },
+            None => ClaimOutcome::Failed {
+                failure: failure(&error),
+                why: error.why,
+            },
+        },
+    };
+    (outcome, moved)
+}
+
+/// Sends the empty set of claims. Returns the guest's new host too, if it has moved.
+pub async fn release(
+    hosts: &impl Calls,
+    asks: &Asks<'_>,
+    member: &Member,
+    generation: u64,
+) -> (ReleaseOutcome, Option<String>) {
+    let request = asks.release(&member.guest, generation);
+    let (answer, moved) = send(hosts, member, request).await;
+    let outcome = match answer {
+        Ok(answer) => ended(member, &answer),
+        Err(error) => match error.seen {
+            Some(seen) => ReleaseOutcome::Stale { seen },
+            None => ReleaseOutcome::Failed { why: error.why },
+        },
+    };
+    (outcome, moved)
+}
+
+/// Sends the request to the member's guest, and to another host if the guest runs there now.
+async fn send(
+    hosts: &impl Calls,
+    member: &Member,
+    request: v1::SetClaimsRequest,
+) -> (Result<v1::SetClaimsResponse, CallError>, Option<String>) {
+    let mut error = match hosts.set_claims(&member.host, request.clone()).await {
+        Ok(answer) => return (Ok(answer), None),
+        Err(status) => CallError::new(&status),
+    };
+    if !error.may_have_moved {
+        return (Err(error), None);
+    }
+    if let Some((name, ..)) = found_elsewhere(hosts, &request.owner, member).await {
+        let answer = hosts.set_claims(&name, request).await;
+        return (answer.map_err(|status| CallError::new(&status)), Some(name));
+    }
+    if let Some(name) = hosts.elsewhere(&member.host, &member.guest).first() {
+        error.why = format!(
+            "{}; host {name} has a guest of that name now: plan another rollout for it",
+            error.why
+        );
+    }
+    (Err(error), None)
+}
+
+/// Returns the other host that has the member's guest in the boot that the rollout knows, which
+/// tells the guest from another one of the same name. Returns the boot, and whether the guest has
+/// claims of the owner, too.
+async fn found_elsewhere(
+    hosts: &impl Calls,
+    owner: &str,
+    member: &Member,
+) -> Option<(String, String, bool)> {
+    if member.boot.is_empty() {
+        return None;
+    }
+    for name in hosts.elsewhere(&member.host, &member.guest) {
+        let found = hosts.boot(&name, &member.guest, owner).await;
+        if let Ok((boot, has_claims)) = found
+            && boot == member.boot
+        {
+            return Some((name, boot, has_claims));
+        }
+    }
+    None
+}
+
+/// Returns the guest's boot, whether it has claims of the owner, and its new host if it has moved.
+pub async fn check(
+    hosts: &impl Calls,
+    owner: &str,
+    member: &Member,
+) -> Option<(String, bool, Option<String>)> {
+    let error = match hosts.boot(&member.host, &member.guest, owner).await {
+        Ok((boot, has_claims)) => return Some((boot, has_claims, None)),
+        Err(status) => CallError::new(&status),
+    };
+    if !error.may_have_moved {
+        return None;
+    }
+    let (name, boot, has_claims) = found_elsewhere(hosts, owner, member).await?;
+    Some((boot, has_claims, Some(name)))
+}
+
+/// Returns the outcome of claims that a guest refused because it has booted again.
+async fn booted(
+    hosts: &impl Calls,
+    asks: &Asks<'_>,
+    member: &Member,
+    error: CallError,
+) -> ClaimOutcome {
+    let found = hosts.boot(&member.host, &member.guest, &asks.owner).await;
+    match found {
+        Ok((boot, _)) if !boot.is_empty() && boot != member.boot => ClaimOutcome::Booted { boot },
+        _ => ClaimOutcome::Failed {
             failure: Failure::Unknown,
-            why: no_host(&member.host),
-        };
-    };
-    let request = v1::CommitUpdateRequest {
-        guest: member.guest.clone(),
-        plan_id: member.plan.plan_id.clone(),
-        digest: member.plan.digest.clone(),
-        result_view: v1::ResultView::Summary.into(),
-        ..v1::CommitUpdateRequest::default()
-    };
-    let mut answer = host.commit(request.clone()).await;
-    if let Err(status) = &answer
-        && CallError::new(status).is_plan_unknown
-    {
-        answer = match prepare_again(&host, name, spec, member).await {
-            Ok(true) => host.commit(request).await,
-            Ok(false) => answer,
-            Err(status) => Err(status),
+            why: error.why,
+        },
+    }
+}
+
+/// Returns the outcome of the end of a member's claims.
+fn ended(member: &Member, answer: &v1::SetClaimsResponse) -> ReleaseOutcome {
+    let is_confirmed = member.is_confirmed && answer.boot == member.boot;
+    // Claims that end by themselves may have ended.
+    let are_kept = is_confirmed && member.expires.is_none();
+    if answer.results.is_empty() && are_kept && !answer.repeated {
+        return ReleaseOutcome::Unknown {
+            why:
+                "the guest confirmed the claims in this boot, and has no record of them now; look \
+                  at its keys, and then give it up with `rollout forget`"
+                    .to_owned(),
         };
     }
-    match answer {
-        Ok(answer) => CommitOutcome::Committed {
+    // The guest's service retries by itself the keys that it could not return at once.
+    let is_void = |result: &v1::ClaimResult| result.state() == v1::ClaimState::Void;
+    ReleaseOutcome::Released {
+        void: !answer.repeated && answer.results.iter().all(is_void),
+    }
+}
+
+fn made(answer: &v1::SetClaimsResponse, ttl_ms: Option<u64>) -> ClaimOutcome {
+    let claimed = answer.results.iter();
+    let mut claimed = claimed.filter(|result| result.want() != v1::ClaimWant::Unspecified);
+    let count = claimed.clone().count();
+    let refused = |why| ClaimOutcome::Failed {
+        failure: Failure::Refused,
+        why,
+    };
+    if answer.repeated && count == 0 {
+        return refused("the guest's service no longer has its answer to this call".to_owned());
+    }
+    let not_made: Vec<String> = claimed.by_ref().filter_map(not_made).collect();
+    match &not_made[..] {
+        [] => ClaimOutcome::Made {
+            boot: answer.boot.clone(),
             pause_us: answer.report.as_ref().map_or(0, pause_us),
+            expires: ttl_ms.map(|ttl| now().saturating_add(ttl)),
         },
-        Err(status) => {
-            let error = CallError::new(&status);
-            let elsewhere = match error.is_guest_gone {
-                true => hosts.elsewhere(&member.host, &member.guest),
-                false => None,
-            };
-            let why = match elsewhere {
-                Some(host) => format!(
-                    "{}; host {host} has a guest of that name now: plan another rollout for it",
-                    error.why
-                ),
-                None => error.why.clone(),
-            };
-            let failure = plan::commit_failure(&error);
-            CommitOutcome::Failed { failure, why }
-        }
+        [first] => refused(first.clone()),
+        [first, more @ ..] => refused(format!("{first}; and {} more of {count}", more.len())),
     }
 }
 
-/// Repeats the request that prepared the member's plan, and returns whether the guest still has
-/// that plan. A repeat changes nothing. If the guest has lost the plan, it prepares another one,
-/// which is discarded.
-async fn prepare_again(
-    host: &Host,
-    name: &str,
-    spec: &Spec,
-    member: &Member,
-) -> Result<bool, tonic::Status> {
-    let (plan, guest) = (&member.plan, &member.guest);
-    let request = plan::request(name, &plan.request_id, spec, guest, plan.set.tracepoints());
-    let again = host.prepare(request).await?;
-    if again.plan_id == plan.plan_id {
-        return Ok(true);
+fn failure(error: &CallError) -> Failure {
+    match error.verdict {
+        Verdict::Busy => Failure::Busy,
+        Verdict::Unknown => Failure::Unknown,
+        Verdict::Refused => Failure::Refused,
     }
-    let request = v1::DiscardUpdateRequest {
-        guest: guest.clone(),
-        plan_id: again.plan_id,
-    };
-    // If this fails, the plan expires.
-    let _ = host.discard(request).await;
-    Ok(false)
-}
-
-pub(super) async fn revert(hosts: &Hosts, name: &str, id: &str, member: &Member) -> RevertOutcome {
-    let Some(host) = hosts.get(&member.host) else {
-        let (again, why) = (false, no_host(&member.host));
-        return RevertOutcome::Failed { again, why };
-    };
-    let ops = member.plan.set.inverse();
-    let all = plan::revert_request(name, &member.guest, ops, format!("{id}/all"));
-    match host.update(all).await {
-        Ok(_) => RevertOutcome::Reverted { void: false },
-        Err(status) => match CallError::new(&status).verdict {
-            Verdict::NotHolder | Verdict::WouldWarn => revert_each(&host, name, id, member).await,
-            _ => revert_failed(CallError::new(&status)),
-        },
-    }
-}
-
-/// Reverts each op separately. The guest has dropped part of the change already, so it refuses the
-/// inverse as a whole.
-async fn revert_each(host: &Host, name: &str, id: &str, member: &Member) -> RevertOutcome {
-    let mut void = true;
-    for (index, op) in member.plan.set.inverse().iter().enumerate() {
-        let one = std::slice::from_ref(op);
-        let request = plan::revert_request(name, &member.guest, one, format!("{id}/{index}"));
-        let Err(status) = host.update(request).await else {
-            void = false;
-            continue;
-        };
-        let error = CallError::new(&status);
-        // DEC warns only at a count of 0, which means that the reference is gone. DISABLE warns
-        // about the references of other holders.
-        let is_dec = op.op == i32::from(v1::KeyOp::Dec);
-        match error.verdict {
-            Verdict::NotHolder => {}
-            Verdict::WouldWarn if is_dec => {}
-            _ => return revert_failed(error),
-        }
-    }
-    RevertOutcome::Reverted { void }
-}
-
-fn revert_failed(error: CallError) -> RevertOutcome {
-    let again = matches!(error.verdict, Verdict::Busy | Verdict::Unknown);
-    let why = error.why;
-    RevertOutcome::Failed { again, why }
 }
 
 pub fn no_host(name: &str) -> String {
-    format!(
-        "host {name} is neither registered nor configured; start its patchbayd, then resume or abort"
-    )
+    format!("host {name} is neither registered nor configured; start its patchbayd")
 }
 
 /// Returns the time in microseconds for which all vCPUs were stopped.
 fn pause_us(report: &v1::FlipReport) -> u64 {
     let times = [&report.stop_time, &report.patch_time, &report.resume_time];
     let micros = times.into_iter().flatten().map(|time| {
-        let micros = time.seconds.saturating_mul(1_000_000) + i64::from(time.nanos / 1000);
+        let micros = time.seconds.saturating_mul(1_000_000);
+        let micros = micros.saturating_add(i64::from(time.nanos / 1000));
         u64::try_from(micros).unwrap_or(0)
     });
-    micros.sum()
+    micros.fold(0, u64::saturating_add)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rollout::{Plan, State};
+
+    #[test]
+    fn an_end_of_claims_that_the_guest_knows_nothing_of_is_not_confirmed() {
+        let member = |boot: &str, expires| Member {
+            is_confirmed: !boot.is_empty(),
+            host: "host-0".to_owned(),
+            guest: "web-0".to_owned(),
+            domain: String::new(),
+            plan: Plan::default(),
+            health: None,
+            generation: 2,
+            boot: boot.to_owned(),
+            expires,
+            state: State::Releasing { why: String::new() },
+        };
+        let result = |state: v1::ClaimState| v1::ClaimResult {
+            state: state.into(),
+            ..v1::ClaimResult::default()
+        };
+        let answer = |results, repeated| v1::SetClaimsResponse {
+            boot: "boot-1".to_owned(),
+            results,
+            repeated,
+            ..v1::SetClaimsResponse::default()
+        };
+        let released = |void| ReleaseOutcome::Released { void };
+        let made = || vec![result(v1::ClaimState::Made)];
+        let here = &member("boot-1", None);
+        let lost = ended(here, &answer(vec![], false));
+        assert!(matches!(lost, ReleaseOutcome::Unknown { .. }), "{lost:?}");
+        assert_eq!(ended(here, &answer(made(), false)), released(false));
+        let void = vec![result(v1::ClaimState::Void)];
+        assert_eq!(ended(here, &answer(void, false)), released(true));
+        assert_eq!(ended(here, &answer(vec![], true)), released(false));
+        for other in [
+            member("boot-0", None),
+            member("boot-1", Some(1)),
+            member("", None),
+        ] {
+            assert_eq!(ended(&other, &answer(vec![], false)), released(true));
+        }
+    }
 }

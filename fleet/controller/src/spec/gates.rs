@@ -6,10 +6,16 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 
 use super::values::{Duration, HttpUrl, NonEmpty, Number, Percent, checked_from};
-use crate::rollout::{AgentLimits, OnFailure, WaveGate, WaveGateKind};
+use crate::rollout::{AgentLimits, ErrorsOf, OnFailure, WaveGate, WaveGateKind};
 
 /// The timeout of a gate if the spec gives none.
 const DEFAULT_TIMEOUT_MS: u64 = 60_000;
+/// The time between two evaluations of a gate, and the time for which it may be inconclusive, if
+/// the spec gives none.
+const DEFAULT_INTERVAL_MS: u64 = 60_000;
+const DEFAULT_PATIENCE_MS: u64 = 600_000;
+/// The shortest interval.
+const MIN_INTERVAL_MS: u64 = 10;
 
 checked_from!(GateSpec: GateFields);
 checked_from!(AgentHealth: AgentHealthFields);
@@ -28,6 +34,9 @@ struct GateFields {
     grpc: Option<Grpc>,
     prometheus: Option<Prometheus>,
     timeout: Option<Duration>,
+    interval: Option<Duration>,
+    patience: Option<Duration>,
+    of: Option<ErrorsOf>,
     on_failure: Failure,
 }
 
@@ -39,6 +48,7 @@ struct AgentHealthFields {
     max_new_warnings: Option<u64>,
     #[serde(default)]
     max_pressure: Pressure,
+    max_unhealthy: Option<Percent>,
 }
 
 #[derive(Default, Deserialize)]
@@ -95,6 +105,7 @@ impl TryFrom<AgentHealthFields> for AgentHealth {
         Ok(Self(AgentLimits {
             new_warnings,
             pressure,
+            unhealthy_percent: fields.max_unhealthy.map_or(0, |Percent(percent)| percent),
         }))
     }
 }
@@ -124,7 +135,10 @@ impl TryFrom<GateFields> for GateSpec {
         let timeout_ms = given.unwrap_or(DEFAULT_TIMEOUT_MS);
         let errors = fields
             .max_errors
-            .map(|Percent(max_percent)| WaveGateKind::Errors { max_percent });
+            .map(|Percent(max_percent)| WaveGateKind::Errors {
+                max_percent,
+                of: fields.of.unwrap_or_default(),
+            });
         let pause = fields.pause_p99.map(|budget| WaveGateKind::PauseP99 {
             budget_us: budget.micros(),
         });
@@ -158,13 +172,32 @@ impl TryFrom<GateFields> for GateSpec {
                         prometheus",
             );
         };
-        if given.is_some() && kind.timeout_ms().is_none() {
-            return Err("timeout belongs to command, agent_health, grpc and prometheus");
+        let is_asked = given.or(fields.interval.map(Duration::millis));
+        let is_asked = is_asked.or(fields.patience.map(Duration::millis));
+        if is_asked.is_some() && kind.timeout_ms().is_none() {
+            return Err(
+                "timeout, interval and patience belong to command, agent_health, grpc and \
+                 prometheus",
+            );
         }
+        if fields.of.is_some() && !kind.is_of_errors() {
+            return Err("`of` belongs to max_errors");
+        }
+        let interval_ms = fields
+            .interval
+            .map_or(DEFAULT_INTERVAL_MS, Duration::millis);
+        let patience_ms = fields
+            .patience
+            .map_or(DEFAULT_PATIENCE_MS, Duration::millis);
         let on_failure = match fields.on_failure {
             Failure::Pause => OnFailure::Pause,
             Failure::Abort => OnFailure::Abort,
         };
-        Ok(Self(WaveGate { kind, on_failure }))
+        Ok(Self(WaveGate {
+            kind,
+            on_failure,
+            interval_ms: interval_ms.max(MIN_INTERVAL_MS),
+            patience_ms,
+        }))
     }
 }

@@ -7,13 +7,12 @@ mod values;
 
 use std::collections::BTreeMap;
 
-use patchbay_proto::v1::KeyOp;
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 
 pub use self::gates::GateSpec;
 use self::values::checked_from;
 pub use self::values::{Count, Duration, Glob, Percent, Size, Time};
-use crate::rollout::{Caps, Freeze, Policy};
+use crate::rollout::{AfterReboot, Caps, Freeze, Policy, Want};
 
 /// The maximum size of a spec in bytes. A larger one is refused without being read.
 pub const MAX_BYTES: usize = 1 << 20;
@@ -24,7 +23,11 @@ pub struct Spec {
     #[serde(default)]
     pub title: String,
     pub selector: Selector,
-    pub ops: values::NonEmpty<SpecOp>,
+    pub claims: values::NonEmpty<SpecClaim>,
+    /// The field of earlier specs that `claims` replaces. It is refused with a hint.
+    #[serde(default, deserialize_with = "replaced")]
+    #[allow(dead_code, reason = "no spec with it is parsed")]
+    ops: (),
     pub waves: values::NonEmpty<Wave>,
     /// A label of hosts. Each wave is spread evenly over the values of this label.
     pub spread_over: Option<String>,
@@ -34,13 +37,32 @@ pub struct Spec {
     pub gates: Vec<GateSpec>,
     #[serde(default)]
     pub freeze: Vec<Window>,
-    /// The time after which the references are released.
+    /// The time after which the guests end the claims.
     pub ttl: Option<Duration>,
     pub approvals: Option<Count>,
+    /// The number of guests of each wave that must be as wanted before the next wave begins.
+    pub min_success: Option<Count>,
     #[serde(default)]
     pub reason: String,
     #[serde(default)]
     pub late_guests: LateGuests,
+    #[serde(default)]
+    pub after_reboot: AfterReboot,
+}
+
+/// The error of a spec of the earlier form.
+const REPLACED: &str = "`ops` is replaced by `claims`: write `want: on` instead of `op: enable` or `op: fire`, \
+     `want: off` instead of `op: disable` or `op: park`, and `want: held` instead of `op: inc`; \
+     nothing replaces `op: dec`";
+
+fn replaced<'de, D: Deserializer<'de>>(_: D) -> Result<(), D::Error> {
+    Err(serde::de::Error::custom(REPLACED))
+}
+
+/// Returns the number of the line in which a field of the spec begins, or 1.
+fn line_of(text: &str, field: &str) -> usize {
+    let line = text.lines().position(|line| line.starts_with(field));
+    line.map_or(1, |index| index + 1)
 }
 
 /// The treatment of guests that the spec selects and that join after the plan.
@@ -55,7 +77,7 @@ pub enum LateGuests {
 }
 
 checked_from!(Selector: SelectorFields);
-checked_from!(SpecOp: SpecOpFields);
+checked_from!(SpecClaim: SpecClaimFields);
 checked_from!(Window: WindowFields);
 
 /// Selects guests that match all given fields. At least one field is given.
@@ -109,66 +131,52 @@ impl TryFrom<SelectorFields> for Selector {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub struct SpecOp {
-    pub op: OpKind,
+pub struct SpecClaim {
+    pub want: Want,
+    pub of: ClaimOf,
     /// Globs of "name" or "module:name" of keys, or "name" or "system:name" of tracepoints. A
     /// leading `!` excludes the names that the glob matches. There is at least one glob.
     pub patterns: Vec<String>,
 }
 
+/// The kind of names that a claim's patterns select.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClaimOf {
+    Keys,
+    /// Each guest names the keys of its tracepoints.
+    Tracepoints,
+}
+
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct SpecOpFields {
-    op: OpKind,
+struct SpecClaimFields {
+    want: Want,
     keys: Option<values::NonEmpty<String>>,
     tracepoints: Option<values::NonEmpty<String>>,
 }
 
-impl TryFrom<SpecOpFields> for SpecOp {
+impl TryFrom<SpecClaimFields> for SpecClaim {
     type Error = &'static str;
 
-    fn try_from(fields: SpecOpFields) -> Result<Self, Self::Error> {
-        let op = fields.op;
-        match (op.is_of_tracepoints(), fields.keys, fields.tracepoints) {
-            (false, Some(patterns), None) | (true, None, Some(patterns)) => Ok(Self {
-                op,
-                patterns: patterns.0,
-            }),
-            (false, ..) => Err("inc, dec, enable and disable need `keys` and no `tracepoints`"),
-            (true, ..) => Err("fire and park need `tracepoints` and no `keys`"),
-        }
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum OpKind {
-    Inc,
-    Dec,
-    Enable,
-    Disable,
-    Fire,
-    Park,
-}
-
-impl OpKind {
-    pub fn to_proto(self) -> KeyOp {
-        match self {
-            Self::Inc => KeyOp::Inc,
-            Self::Dec => KeyOp::Dec,
-            Self::Enable | Self::Fire => KeyOp::Enable,
-            Self::Disable | Self::Park => KeyOp::Disable,
-        }
-    }
-
-    /// Returns whether the op counts references. The other ops only switch keys on and off.
-    pub fn counts(self) -> bool {
-        matches!(self, Self::Inc | Self::Dec)
-    }
-
-    /// Returns whether the op switches tracepoints, whose keys each guest names.
-    pub fn is_of_tracepoints(self) -> bool {
-        matches!(self, Self::Fire | Self::Park)
+    fn try_from(fields: SpecClaimFields) -> Result<Self, Self::Error> {
+        let SpecClaimFields {
+            want,
+            keys,
+            tracepoints,
+        } = fields;
+        let (of, patterns) = match (keys, tracepoints) {
+            (Some(keys), None) => (ClaimOf::Keys, keys.0),
+            (None, Some(tracepoints)) if want != Want::Held => {
+                (ClaimOf::Tracepoints, tracepoints.0)
+            }
+            (None, Some(_)) => {
+                return Err(
+                    "the key of a tracepoint is not counted; write `want: on` or `want: off`",
+                );
+            }
+            _ => return Err("a claim needs either `keys` or `tracepoints`"),
+        };
+        Ok(Self { want, of, patterns })
     }
 }
 
@@ -251,6 +259,11 @@ impl Spec {
             let place = error.location();
             let (line, column) = place.map_or((1, 1), |place| (place.line(), place.column()));
             let message = error.to_string();
+            // The parser has no position for an error about a whole field.
+            let (line, column) = match message.contains(REPLACED) {
+                true => (line_of(text, "ops"), 1),
+                false => (line, column),
+            };
             // The message gives the position only once, at its beginning.
             let message = match message.rfind(" at line ") {
                 Some(end) => message[..end].to_owned(),
@@ -275,22 +288,13 @@ impl Spec {
     /// Checks conditions on several fields. An error has the position of the field that it names.
     fn check(&self, text: &str) -> Result<(), SpecError> {
         let at = |field: &str, message: &str| {
-            let lines = text.lines().enumerate();
-            let mut named = lines.filter(|(_, line)| line.starts_with(field));
-            let line = named.next().map_or(1, |(index, _)| index + 1);
             let message = message.to_owned();
             SpecError::At {
-                line,
+                line: line_of(text, field),
                 column: 1,
                 message,
             }
         };
-        let counts = self.ops.0.iter().filter(|op| op.op.counts()).count();
-        if counts != 0 && counts != self.ops.0.len() {
-            let message = "ops: inc and dec do not go together with the other ops, because \
-                           the inverse would not be known; write two rollouts";
-            return Err(at("ops", message));
-        }
         let last = self.waves.0.len() - 1;
         let rest = self.waves.0.iter().position(|wave| wave.size == Size::Rest);
         if rest.is_some_and(|rest| rest != last) {
@@ -312,6 +316,8 @@ impl Spec {
             gates: self.gates.iter().map(|gate| gate.0.clone()).collect(),
             freezes: self.freeze.iter().map(|window| window.0.clone()).collect(),
             approvals: self.approvals.map_or(1, |count| count.0 as usize),
+            min_success: self.min_success.map_or(1, |count| count.0 as usize),
+            after_reboot: self.after_reboot,
         }
     }
 }

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
 use super::*;
-use crate::rollout::{AgentLimits, WaveGateKind};
+use crate::rollout::{AgentLimits, ErrorsOf, WaveGateKind};
 
 const FULL: &str = r#"title: New receive path
 selector:
   labels: {tier: web}
   guests: ["web-*"]
   kernel_release: "6.12.*"
-ops:
-  - op: enable
+claims:
+  - want: on
     keys: ["net_*", "!net_debug"]
 waves:
   - {name: canary, size: 1, bake: 10m}
@@ -21,22 +21,24 @@ max_concurrent:
   percent: 10
   per_domain: {label: rack, count: 5}
 gates:
-  - {max_errors: 2, on_failure: abort}
+  - {max_errors: 2, of: rollout, on_failure: abort}
   - {pause_p99: 500us, on_failure: pause}
-  - {command: ["/bin/probe", "web"], timeout: 5s, on_failure: pause}
-  - {agent_health: {max_new_warnings: 0, max_pressure: {memory: 20}}, on_failure: abort}
+  - {command: ["/bin/probe", "web"], timeout: 5s, interval: 30s, patience: 15m, on_failure: pause}
+  - {agent_health: {max_new_warnings: 0, max_pressure: {memory: 20}, max_unhealthy: 10}, on_failure: abort}
   - {grpc: {url: "http://[::1]:50051", service: web}, timeout: 3s, on_failure: abort}
   - {prometheus: {url: "http://prom:9090/base", query: 'rate(errors[1m])', below: 1}, on_failure: pause}
 freeze:
   - {from: "2026-12-24T00:00:00Z", until: "2026-12-27T00:00:00Z", reason: holidays}
 ttl: 7d
 approvals: 2
+min_success: 3
+after_reboot: leave
 "#;
 
 #[test]
 fn a_full_spec_is_read() {
     let spec = Spec::parse(FULL).expect("right");
-    assert_eq!(spec.ops.0[0].op, OpKind::Enable);
+    assert_eq!(spec.claims.0[0].want, Want::On);
     let sizes: Vec<Size> = spec.waves.0.iter().map(|wave| wave.size).collect();
     assert_eq!(sizes, [Size::Count(1), Size::Percent(10), Size::Rest]);
     assert!(spec.selector.guests[0].matches("web-17"));
@@ -52,6 +54,7 @@ fn a_full_spec_is_read() {
         limits: AgentLimits {
             new_warnings: Some(0),
             pressure: [("memory".to_owned(), 20)].into(),
+            unhealthy_percent: 10,
         },
         timeout_ms: 60_000,
     };
@@ -69,7 +72,18 @@ fn a_full_spec_is_read() {
     };
     assert_eq!(gates, [&agents, &grpc, &prometheus]);
     assert_eq!(policy.freezes[0].from, 1_798_070_400_000);
-    assert_eq!(policy.approvals, 2);
+    assert_eq!((policy.approvals, policy.min_success), (2, 3));
+    assert_eq!(policy.after_reboot, AfterReboot::Leave);
+    let errors = WaveGateKind::Errors {
+        max_percent: 2,
+        of: ErrorsOf::Rollout,
+    };
+    assert_eq!(policy.gates[0].kind, errors);
+    let times: Vec<(u64, u64)> = policy.gates[1..4]
+        .iter()
+        .map(|gate| (gate.interval_ms, gate.patience_ms))
+        .collect();
+    assert_eq!(times[1..], [(30_000, 900_000), (60_000, 600_000)]);
 }
 
 /// Replaces a line of the full spec, and returns the position and the message of the error.
@@ -111,27 +125,38 @@ fn errors_have_line_and_column() {
         ("size: 10%", "size: 0%", 11, "is no size"),
         ("size: 10%", "size: -1", 11, ""),
         (
-            "  - op: enable",
-            "  - op: toggle",
+            "  - want: on",
+            "  - want: maybe",
             7,
-            "unknown variant `toggle`",
+            "unknown variant `maybe`",
         ),
+        ("  - want: on", "  - op: enable", 7, "unknown field `op`"),
         ("\"net_*\", \"!net_debug\"", "", 8, "the list is empty"),
-        ("- op: enable", "- op: fire", 7, "fire and park need `tr"),
         (
             "    keys: [",
             "    tracepoints: [a]\n    keys: [",
             7,
-            "enable and disable need `keys` and no `tracepoints`",
+            "a claim needs either `keys` or `tracepoints`",
         ),
-        ("    keys: [", "    tracepoints: [", 7, "need `keys`"),
+        (
+            "  - want: on\n    keys",
+            "  - want: held\n    tracepoints",
+            7,
+            "is not counted",
+        ),
+        (
+            "claims:\n  - want: on\n",
+            "ops:\n  - op: enable\n",
+            6,
+            "replaced by `claims`",
+        ),
         ("size: 10%", "size: rest", 9, "only the last wave"),
         ("2026-12-27T", "2026-12-23T", 26, "before it ends"),
         ("2026-12-27T", "2026-13-27T", 26, "is no moment"),
         ("timeout: 5s, ", "max_errors: 1, ", 21, "a gate is one of"),
         ("\"web-*\"", "\"web-[\"", 4, "unclosed"),
         (
-            "max_new_warnings: 0, max_pressure: {memory: 20}",
+            "max_new_warnings: 0, max_pressure: {memory: 20}, ",
             "",
             22,
             "agent_health limits nothing",
@@ -150,8 +175,11 @@ fn errors_have_line_and_column() {
             "max_errors: 2,",
             "max_errors: 2, timeout: 1s,",
             19,
-            "timeout belongs",
+            "patience belong to",
         ),
+        ("of: rollout", "patience: 1s", 19, "patience belong to"),
+        ("of: rollout", "of: fleet", 19, "unknown variant `fleet`"),
+        ("timeout: 5s", "of: wave", 21, "`of` belongs to max_errors"),
     ];
     for (line, with, expected, message) in cases {
         let found = refused(line, with);
@@ -164,29 +192,25 @@ fn errors_have_line_and_column() {
 }
 
 #[test]
-fn tracepoints_are_fired_and_parked() {
-    let ops = "  - op: enable\n    keys: [\"net_*\", \"!net_debug\"]";
-    assert!(FULL.contains(ops));
-    let set = "  - {op: fire, tracepoints: [\"sched:*\", \"!sched_switch\"]}\n  - {op: park, tracepoints: [b]}";
-    let spec = Spec::parse(&FULL.replace(ops, set)).expect("right");
-    assert_eq!(spec.ops.0[0].op, OpKind::Fire);
-    assert_eq!(spec.ops.0[0].patterns, ["sched:*", "!sched_switch"]);
-    assert_eq!(spec.ops.0[1].op, OpKind::Park);
+fn tracepoints_are_claimed_on_and_off() {
+    let claims = "  - want: on\n    keys: [\"net_*\", \"!net_debug\"]";
+    assert!(FULL.contains(claims));
+    let set = "  - {want: on, tracepoints: [\"sched:*\", \"!sched_switch\"]}\n  - {want: off, tracepoints: [b]}";
+    let spec = Spec::parse(&FULL.replace(claims, set)).expect("right");
+    let [first, second] = &spec.claims.0[..] else {
+        panic!("{:?}", spec.claims);
+    };
+    assert_eq!((first.want, first.of), (Want::On, ClaimOf::Tracepoints));
+    assert_eq!(first.patterns, ["sched:*", "!sched_switch"]);
+    assert_eq!((second.want, second.of), (Want::Off, ClaimOf::Tracepoints));
 }
 
 #[test]
 fn an_empty_selector_is_refused() {
-    let text = "selector: {}\nops: [{op: inc, keys: [a]}]\nwaves: [{size: rest}]\n";
+    let text = "selector: {}\nclaims: [{want: held, keys: [a]}]\nwaves: [{size: rest}]\n";
     let error = Spec::parse(text).expect_err("empty").to_string();
     assert!(error.starts_with("line 1, column 11: "), "{error}");
     assert!(error.contains("selects nothing"), "{error}");
-}
-
-#[test]
-fn counting_ops_do_not_mix_with_switching_ones() {
-    let more = "    keys: [\"net_*\", \"!net_debug\"]\n  - {op: inc, keys: [b]}";
-    let found = refused("    keys: [\"net_*\", \"!net_debug\"]", more);
-    assert_eq!((found.0, found.2.contains("two rollouts")), (6, true));
 }
 
 #[test]

@@ -99,6 +99,7 @@ pub fn planned(rollout: &mut Rollout, text: &str) -> Result<Vec<Write>, TooLarge
         record::encode_spec(text),
     )];
     writes.extend(changed(rollout));
+    // All members are new, so the header comes last.
     match writes.last() {
         Some(Write::Put { value, .. }) if value.len() > MAX_PLANNED_HEADER_BYTES => Err(TooLarge {
             what: "the state of the rollout without its guests".to_owned(),
@@ -127,8 +128,11 @@ pub fn check_member(member: &Member) -> Result<(), TooLarge> {
     }
 }
 
-/// Returns the writes of the parts that have changed since the last call. Each comes after those
-/// that it names.
+/// Returns the writes of the parts that have changed since the last call. They may be made in
+/// several transactions, of which only the first ones are made if the driver ends. Each write comes
+/// after those that it names: the header after the members that it counts, and before the states of
+/// other members, which follow from it (an undo, a wave that is taken back, members that are
+/// superseded).
 pub fn changed(rollout: &mut Rollout) -> Vec<Write> {
     let changes = rollout.take_changes();
     let (name, members) = (&rollout.header().name, rollout.members());
@@ -143,8 +147,13 @@ pub fn changed(rollout: &mut Rollout) -> Vec<Write> {
     let header = changes
         .header
         .then(|| put(header_key(name), record::encode(rollout.header())));
-    sets.chain(changes.members.into_iter().map(member))
+    let (added, others): (Vec<_>, Vec<_>) = changes
+        .members
+        .into_iter()
+        .partition(|&index| index >= changes.stored_members);
+    sets.chain(added.into_iter().map(member))
         .chain(header)
+        .chain(others.into_iter().map(member))
         .collect()
 }
 
@@ -216,8 +225,7 @@ pub async fn load(store: &dyn Store) -> Result<Loaded, StoreError> {
 fn is_over(name: &str, entries: &[Entry]) -> bool {
     let key = header_key(name);
     let header = entries.iter().find(|entry| entry.key == key);
-    let header = header.and_then(|entry| record::decode::<Header>(&entry.value).ok());
-    header.is_some_and(|header| header.name == name && !header.phase.is_active())
+    header.is_some_and(|entry| record::is_over(&entry.value, name))
 }
 
 /// Reads the entries of a rollout; `None` if they have no header.
@@ -249,7 +257,7 @@ fn read(name: &str, entries: &[Entry]) -> Result<Option<(Rollout, Spec)>, String
     let stored_sets = sets.digests();
     let member = |index| {
         records.read(&member_key(name, index), |value| {
-            record::decode_member(value, &mut sets)
+            record::decode_member(value, &sets)
         })
     };
     let members = (0..header.members).map(member);

@@ -5,16 +5,19 @@
 //! text as it was given, after a line with the version. Records of version 1 have no version.
 //!
 //! A change of the form gets a new version here and a fixture beside this file, which
-//! `storage/tests.rs` loads. This program then still reads the earlier versions.
-
-use std::sync::Arc;
+//! `storage/tests.rs` loads. Rollouts of versions 1 and 2 changed keys without claims. This program
+//! cannot continue them, and reads only whether they are over.
 
 use serde::{Deserialize, Serialize};
 
-use crate::rollout::{Health, InverseOp, KeySet, KeySets, Member, PreparedPlan, State, Tracepoint};
+use crate::rollout::{
+    Claim, Health, KeySet, KeySets, Member, Millis, Phase, Plan, State, Tracepoint,
+};
 
 /// The version that this program writes, and the latest that it reads.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
+/// The earliest version that this program reads.
+const EARLIEST: u32 = 3;
 /// The beginning of the first line of a spec.
 const SPEC: &str = "# patchbay-spec version ";
 
@@ -25,6 +28,11 @@ pub enum Unreadable {
         "has version {0}, and this program reads up to {VERSION}; start the program that wrote it"
     )]
     Newer(u32),
+    #[error(
+        "has version {0}, which does not use claims; undo the rollout with the program that wrote \
+         it, and then delete it with `rollout delete NAME --unreadable`"
+    )]
+    Older(u32),
     #[error("is malformed: {0}")]
     Malformed(String),
     #[error("names the set of keys {0}, which is missing in the store")]
@@ -54,7 +62,7 @@ pub fn encode(record: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(&Written { version, record }).expect("records have neither")
 }
 
-/// Decodes a record of any version.
+/// Decodes a record of a version that this program reads.
 ///
 /// # Errors
 /// [`Unreadable`].
@@ -66,78 +74,84 @@ pub fn decode<'v, T: Deserialize<'v>>(value: &'v [u8]) -> Result<T, Unreadable> 
     serde_json::from_slice(value).map_err(malformed)
 }
 
+/// The parts of a header that are read in any version.
+#[derive(Deserialize)]
+struct Beginning {
+    name: String,
+    phase: Phase,
+}
+
+/// Returns whether a header of any version says that the rollout is over.
+pub fn is_over(header: &[u8], name: &str) -> bool {
+    let beginning = serde_json::from_slice::<Beginning>(header).ok();
+    beginning.is_some_and(|header| header.name == name && !header.phase.is_active())
+}
+
 /// A member as it is stored.
 #[derive(Serialize, Deserialize)]
 struct StoredMember {
     host: String,
     guest: String,
     domain: String,
-    plan: StoredPlan,
+    plan: Plan,
+    /// The digest of the set of keys.
+    set: String,
     health: Option<Health>,
+    generation: u64,
+    boot: String,
+    is_confirmed: bool,
+    expires: Option<Millis>,
     state: State,
-}
-
-#[derive(Serialize, Deserialize)]
-struct StoredPlan {
-    #[serde(flatten)]
-    plan: PreparedPlan,
-    /// The digest of the set of keys. In version 1 the plan itself has the set.
-    set: Option<String>,
-    #[serde(default, skip_serializing)]
-    tracepoints: Vec<Tracepoint>,
-    #[serde(default, skip_serializing)]
-    inverse: Vec<InverseOp>,
 }
 
 /// A set of keys as it is stored.
 #[derive(Serialize, Deserialize)]
 struct StoredSet {
+    claims: Vec<Claim>,
     tracepoints: Vec<Tracepoint>,
-    inverse: Vec<InverseOp>,
 }
 
 pub fn encode_member(member: &Member) -> Vec<u8> {
-    let plan = &member.plan;
     encode(&StoredMember {
         host: member.host.clone(),
         guest: member.guest.clone(),
         domain: member.domain.clone(),
-        plan: StoredPlan {
-            plan: plan.clone(),
-            set: Some(plan.set.digest().to_owned()),
-            tracepoints: vec![],
-            inverse: vec![],
-        },
+        plan: member.plan.clone(),
+        set: member.plan.set.digest().to_owned(),
         health: member.health.clone(),
+        generation: member.generation,
+        boot: member.boot.clone(),
+        is_confirmed: member.is_confirmed,
+        expires: member.expires,
         state: member.state.clone(),
     })
 }
 
-/// Decodes a member whose set of keys is one of `sets`. A set that it has itself is added to them.
+/// Decodes a member whose set of keys is one of `sets`.
 ///
 /// # Errors
 /// [`Unreadable`].
-pub fn decode_member(value: &[u8], sets: &mut KeySets) -> Result<Member, Unreadable> {
+pub fn decode_member(value: &[u8], sets: &KeySets) -> Result<Member, Unreadable> {
     let member: StoredMember = decode(value)?;
-    let plan = member.plan;
-    let set = match plan.set {
-        Some(digest) => sets.get(&digest).ok_or(Unreadable::Set(digest))?,
-        None => sets.shared(Arc::new(KeySet::new(plan.tracepoints, plan.inverse))),
-    };
+    let set = sets.get(&member.set).ok_or(Unreadable::Set(member.set))?;
     Ok(Member {
         host: member.host,
         guest: member.guest,
         domain: member.domain,
-        plan: PreparedPlan { set, ..plan.plan },
+        plan: Plan { set, ..member.plan },
         health: member.health,
+        generation: member.generation,
+        boot: member.boot,
+        is_confirmed: member.is_confirmed,
+        expires: member.expires,
         state: member.state,
     })
 }
 
 pub fn encode_set(set: &KeySet) -> Vec<u8> {
     encode(&StoredSet {
+        claims: set.claims().to_vec(),
         tracepoints: set.tracepoints().to_vec(),
-        inverse: set.inverse().to_vec(),
     })
 }
 
@@ -147,7 +161,7 @@ pub fn encode_set(set: &KeySet) -> Vec<u8> {
 /// [`Unreadable`].
 pub fn decode_set(value: &[u8], digest: &str) -> Result<KeySet, Unreadable> {
     let set: StoredSet = decode(value)?;
-    let set = KeySet::new(set.tracepoints, set.inverse);
+    let set = KeySet::new(set.claims, set.tracepoints);
     match set.digest() == digest {
         true => Ok(set),
         false => Err(Unreadable::Malformed(format!(
@@ -169,7 +183,7 @@ pub fn decode_spec(value: &[u8]) -> Result<&str, Unreadable> {
     let malformed = |why: &dyn std::fmt::Display| Unreadable::Malformed(why.to_string());
     let text = std::str::from_utf8(value).map_err(|error| malformed(&error))?;
     let Some(versioned) = text.strip_prefix(SPEC) else {
-        return Ok(text);
+        return Err(Unreadable::Older(first()));
     };
     let (version, text) = versioned.split_once('\n').unwrap_or((versioned, ""));
     let version = version.parse::<u32>().map_err(|error| malformed(&error))?;
@@ -178,8 +192,9 @@ pub fn decode_spec(value: &[u8]) -> Result<&str, Unreadable> {
 }
 
 fn check(version: u32) -> Result<(), Unreadable> {
-    match version <= VERSION {
-        true => Ok(()),
-        false => Err(Unreadable::Newer(version)),
+    match version {
+        ..EARLIEST => Err(Unreadable::Older(version)),
+        EARLIEST..=VERSION => Ok(()),
+        _ => Err(Unreadable::Newer(version)),
     }
 }

@@ -6,13 +6,13 @@ mod samples;
 
 use super::*;
 use crate::rollout::{
-    AgentLimits, Caps, CommitOutcome, End, Failure, Freeze, Health, KeySet, OnFailure, Phase,
-    Policy, PreparedPlan, Stage, State, TimelineEntry, Tracepoint, Wave, WaveGate, WaveGateKind,
+    AfterReboot, AgentLimits, Caps, End, ErrorsOf, Failure, Freeze, Health, KeySet, OnFailure,
+    Phase, Plan, Policy, Stage, State, TimelineEntry, Tracepoint, Wave, WaveGate, WaveGateKind,
 };
 use crate::store::{EmbeddedStore, Transaction};
 
 pub const SPEC: &str =
-    "selector: {guests: [\"*\"]}\nops: [{op: enable, keys: [alpha]}]\nwaves: [{size: rest}]\n";
+    "selector: {guests: [\"*\"]}\nclaims: [{want: on, keys: [alpha]}]\nwaves: [{size: rest}]\n";
 
 /// Returns a planned rollout with one wave, in which each guest has this many keys.
 pub fn rollout(name: &str, guests: usize, keys: usize) -> Rollout {
@@ -70,7 +70,16 @@ async fn a_rollout_that_cannot_be_read_is_named_and_the_others_are_loaded() {
     past = past.replace("\"wave\":0", "\"wave\":1");
     for (key, value, why) in [
         ("header", Some("not JSON".to_owned()), "header is malformed"),
-        ("header", Some("{}".to_owned()), "header is malformed"),
+        (
+            "header",
+            Some("{\"version\":3}".to_owned()),
+            "header is malformed",
+        ),
+        (
+            "header",
+            Some("{}".to_owned()),
+            "header has version 1, which",
+        ),
         ("header", Some("\u{0}".to_owned()), "header is malformed"),
         (
             "header",
@@ -95,7 +104,7 @@ async fn a_rollout_that_cannot_be_read_is_named_and_the_others_are_loaded() {
         ("spec", None, "spec is missing"),
         (
             "spec",
-            Some("ops: 7".to_owned()),
+            Some("# patchbay-spec version 3\nclaims: 7".to_owned()),
             "spec is malformed: line 1",
         ),
         ("members/00000001", None, "members/00000001 is missing"),

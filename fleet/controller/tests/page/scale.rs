@@ -99,8 +99,7 @@ async fn a_silent_host_does_not_delay_the_others() {
     fleet.hosts.push(host);
     let replica = fleet.replica("one");
     let leads = replica.lead().await;
-    let text =
-        "selector: {labels: {rack: a}}\nops: [{op: inc, keys: [alpha]}]\nwaves: [{size: rest}]\n";
+    let text = "selector: {labels: {rack: a}}\nclaims: [{want: held, keys: [alpha]}]\nwaves: [{size: rest}]\n";
     leads.plan("net", text, "alice").await.expect("planned");
     let (url, _serving) = serve(&replica.controller, None).await;
     let mut browser = Browser::start(&program, 1280, 900).await;

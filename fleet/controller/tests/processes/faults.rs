@@ -7,8 +7,8 @@ use patchbay_proto::fleet::v1;
 
 use super::fleet::{PATIENCE, ProcessFleet, Replica, spec};
 
-/// Resumes the rollout until it is completed, as an operator does, because a wave with a failed
-/// guest pauses it.
+/// Resumes the rollout until it is completed, as an operator does, because a guest that is not
+/// yet as wanted closes a gate and pauses it.
 async fn finish(replica: &Replica, name: &str) -> v1::Rollout {
     let request = v1::GetRequest {
         rollout: name.to_owned(),
@@ -112,7 +112,7 @@ async fn a_host_that_is_started_again_goes_on_with_the_wave() {
     fleet.monitors[1].as_mut().expect("started").go_on();
     fleet.start_host(0);
     let rollout = finish(&replica, "net").await;
-    assert_eq!(rollout.waves[0].committed, 3, "{rollout:?}");
+    assert_eq!(rollout.waves[0].as_wanted, 3, "{rollout:?}");
     for guest in 0..3 {
         assert_eq!(fleet.changes(guest), [(0, 1)], "guest {guest}");
     }
@@ -131,7 +131,7 @@ async fn a_monitor_that_dies_does_not_hold_up_the_other_guests() {
     fleet.monitors[4] = None;
     let rollout = replica.wait("net", v1::Phase::Completed).await;
     let wave = &rollout.waves[0];
-    assert_eq!((wave.committed, wave.failed), (9, 1), "{rollout:?}");
+    assert_eq!((wave.as_wanted, wave.not_yet), (9, 1), "{rollout:?}");
     for guest in (0..10).filter(|guest| *guest != 4) {
         assert_eq!(fleet.changes(guest), [(0, 1)], "guest {guest}");
     }

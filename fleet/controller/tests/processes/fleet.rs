@@ -382,14 +382,14 @@ impl Replica {
     }
 
     /// Waits until every guest of a wave is changed.
-    pub async fn committed(&self, name: &str, wave: usize) {
+    pub async fn as_wanted(&self, name: &str, wave: usize) {
         let reached = async {
             loop {
                 let rollout = name.to_owned();
                 let answer = self.rollouts().get(v1::GetRequest { rollout }).await;
                 let rollout = answer.expect("answers").into_inner().rollout;
                 let wave = &rollout.expect("a rollout").waves[wave];
-                if wave.committed == wave.guests {
+                if wave.as_wanted == wave.guests {
                     return;
                 }
                 tokio::time::sleep(Duration::from_millis(20)).await;
@@ -420,5 +420,5 @@ impl Replica {
 /// Returns a spec with INC of "alpha" on every guest. A second INC would change the count, whereas
 /// a second ENABLE would not.
 pub fn spec(more: &str) -> String {
-    format!("selector: {{guests: [\"web-*\"]}}\nops: [{{op: inc, keys: [alpha]}}]\n{more}\n")
+    format!("selector: {{guests: [\"web-*\"]}}\nclaims: [{{want: held, keys: [alpha]}}]\n{more}\n")
 }

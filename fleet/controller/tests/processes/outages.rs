@@ -32,7 +32,7 @@ async fn a_rollout_stands_while_etcd_is_gone_and_goes_on_after_it() {
     }
     fleet.etcd.answers().await;
     let rollout = replica.wait("net", v1::Phase::Completed).await;
-    assert_eq!(rollout.waves[0].committed, 3, "{rollout:?}");
+    assert_eq!(rollout.waves[0].as_wanted, 3, "{rollout:?}");
     for guest in 1..3 {
         assert_eq!(fleet.changes(guest), [(0, 1)], "guest {guest}");
     }
@@ -146,7 +146,7 @@ async fn a_certificate_that_expires_pauses_the_rollout_until_it_is_renewed() {
     tokio::time::sleep_until(expired).await;
     fleet.monitors[0].as_mut().expect("started").go_on();
     let rollout = replica.wait("net", v1::Phase::Paused).await;
-    assert_eq!(rollout.waves[0].committed, 1, "{rollout:?}");
+    assert_eq!(rollout.waves[0].as_wanted, 1, "{rollout:?}");
     assert_eq!(fleet.changes(2), []);
     issue_controller(&ca, time::Duration::days(1));
     let rollout = "net".to_owned();

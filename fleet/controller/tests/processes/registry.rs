@@ -89,9 +89,9 @@ async fn a_guest_that_joins_late_is_changed_if_the_spec_says_so() {
     let joined = tokio::time::timeout(PATIENCE, joined)
         .await
         .expect("in time");
-    assert_eq!(joined.waves[1].committed, 1, "{joined:?}");
+    assert_eq!(joined.waves[1].as_wanted, 1, "{joined:?}");
     assert_eq!(fleet.changes(1), [(0, 1)]);
-    // Undo reverts both waves.
+    // Undo releases both waves.
     replica.undo("net").await;
     assert_eq!(fleet.changes(0), [(0, 1), (1, 0)]);
     assert_eq!(fleet.changes(1), [(0, 1), (1, 0)]);

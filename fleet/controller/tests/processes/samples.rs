@@ -3,29 +3,30 @@
 
 use std::sync::Arc;
 
-use patchbay_fleet::rollout::{
-    Header, InverseOp, KeySet, Member, PreparedPlan, Rollout, State, Wave,
-};
+use patchbay_fleet::rollout::{Claim, Header, KeySet, Member, Plan, Rollout, State, Want, Wave};
 
 /// Returns a planned rollout with one wave. `kernels` is the number of different sets of keys.
 pub fn rollout(name: &str, guests: usize, kernels: usize, keys: usize) -> Rollout {
-    let op = |key| InverseOp {
+    let claim = |key| Claim {
         key: format!("a_static_key_with_a_name_of_usual_length_{key:05}"),
-        op: 2,
-        times: 1,
+        want: Want::On,
     };
     let of = |kernel| kernel * keys..(kernel + 1) * keys;
-    let set = |kernel| KeySet::new(vec![], of(kernel).map(op).collect());
+    let set = |kernel| KeySet::new(of(kernel).map(claim).collect(), vec![]);
     let sets: Vec<Arc<KeySet>> = (0..kernels).map(|kernel| Arc::new(set(kernel))).collect();
     let member = |index: usize| Member {
         host: format!("host-{}", index / 100),
         guest: format!("guest-{index}"),
         domain: String::new(),
-        plan: PreparedPlan {
+        plan: Plan {
             set: Arc::clone(&sets[index % kernels]),
-            ..PreparedPlan::default()
+            ..Plan::default()
         },
         health: None,
+        generation: 0,
+        boot: String::new(),
+        is_confirmed: false,
+        expires: None,
         state: State::Pending,
     };
     let header = Header {
@@ -37,6 +38,8 @@ pub fn rollout(name: &str, guests: usize, kernels: usize, keys: usize) -> Rollou
             count: guests,
             bake_ms: 0,
             bakes_until: None,
+            is_added: false,
+            is_taken_back: false,
         }],
         members: guests,
         ..Header::default()

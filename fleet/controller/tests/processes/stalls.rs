@@ -111,7 +111,7 @@ async fn a_tenth_of_the_guests_that_does_not_answer_is_left_and_changed_later() 
     replica.rollouts().start(start).await.expect("started");
     let rollout = replica.wait("net", v1::Phase::Completed).await;
     let wave = &rollout.waves[0];
-    assert_eq!((wave.committed, wave.failed), (9, 1), "{rollout:?}");
+    assert_eq!((wave.as_wanted, wave.not_yet), (9, 1), "{rollout:?}");
     for guest in (0..10).filter(|guest| *guest != 3) {
         assert_eq!(fleet.changes(guest), [(0, 1)], "guest {guest}");
     }
@@ -174,13 +174,13 @@ async fn a_wall_clock_that_jumps_ends_no_plan_no_hold_no_bake_and_no_lease() {
     let replica = fleet.replica("replica", &[]);
     let text = spec("waves: [{size: 1, bake: 1h}, {size: 1, bake: 1h}, {size: rest}]\nttl: 2h");
     replica.start("net", &text, 3).await;
-    replica.committed("net", 0).await;
+    replica.as_wanted("net", 0).await;
     for (wave, to) in [(0, "+2d"), (1, "+0d")] {
         jump(to);
         // Each command makes the rollout read its clock.
         replica.pause_and_resume("net").await;
         let rollout = replica.wait("net", v1::Phase::Running).await;
-        assert_eq!(rollout.waves[wave + 1].committed, 0, "{rollout:?}");
+        assert_eq!(rollout.waves[wave + 1].as_wanted, 0, "{rollout:?}");
         assert_eq!(
             fleet.changes(wave),
             [(0, 1)],
@@ -189,7 +189,7 @@ async fn a_wall_clock_that_jumps_ends_no_plan_no_hold_no_bake_and_no_lease() {
         let rollout = "net".to_owned();
         let promote = v1::PromoteRequest { rollout };
         replica.rollouts().promote(promote).await.expect("legal");
-        replica.committed("net", wave + 1).await;
+        replica.as_wanted("net", wave + 1).await;
     }
     replica.wait("net", v1::Phase::Completed).await;
     for guest in 0..3 {

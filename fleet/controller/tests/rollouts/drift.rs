@@ -4,7 +4,6 @@
 use patchbay_fleet::drift::{Action, Cause, Report, drift};
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::Running;
-use patchbay_proto::v1;
 
 use super::support::{Fleet, PATIENCE, Replica, is_over, spec, wait_for};
 
@@ -29,19 +28,8 @@ async fn each_kind_of_drift_is_told_apart_and_only_a_key_is_fixed() {
     let report = compare(&replica, &running, Action::Report).await;
     assert_eq!((found(&report), report.compared), (vec![], 4));
 
-    // Another client drops the reference of the rollout.
-    let leads = replica.lead().await;
-    let host = leads.hosts().get("host-0").expect("configured");
-    let drop = v1::UpdateStaticKeysRequest {
-        guest: "web-0".to_owned(),
-        updates: vec![v1::KeyUpdate {
-            name: "alpha".to_owned(),
-            op: v1::KeyOp::Dec.into(),
-            ..Default::default()
-        }],
-        ..Default::default()
-    };
-    host.update(drop).await.expect("the same principal's");
+    // The guest drops the reference of the rollout.
+    fleet.guests[0].set_count("alpha", 0);
     let site = fleet.guests[1].sites("alpha")[0];
     fleet.guests[1].write(site, &[0xcc]);
     fleet.take_away(2);
@@ -57,7 +45,7 @@ async fn each_kind_of_drift_is_told_apart_and_only_a_key_is_fixed() {
 
     let report = compare(&replica, &running, Action::Fix).await;
     let bytes = "a flip does not write over foreign bytes; boot the guest again";
-    let left = [None, Some(bytes), Some("nothing is known of it")];
+    let left = [None, Some(bytes), Some("its state is unknown")];
     for (drift, left) in report.drifts.iter().zip(left) {
         assert_eq!(drift.left.as_deref(), left);
     }

@@ -51,7 +51,7 @@ async fn another_replica_finishes_an_abort() {
         let fleet = Fleet::start(2, 3).await;
         let first = fleet.replica("one");
         let running = first.start("net", &text).await;
-        let baking = |phase| matches!(phase, Phase::Running(stage) if stage != patchbay_fleet::rollout::Stage::Committing);
+        let baking = |phase| matches!(phase, Phase::Running(stage) if stage != patchbay_fleet::rollout::Stage::Changing);
         wait_for(&running, baking).await;
         let mut version = running.version();
         let begun = *version.borrow_and_update();
@@ -104,11 +104,11 @@ async fn guests_that_are_gone_do_not_hold_up_the_others() {
     assert_eq!(fleet.counts("alpha"), [1, 1, 1, 0]);
     let rollout = running.rollout();
     let state = rollout.members()[3].state.clone();
-    assert!(matches!(&state, State::Failed { why, .. } if why.contains("GUEST_NOT_FOUND")));
+    assert!(matches!(&state, State::NotYet { why, .. } if why.contains("GUEST_NOT_FOUND")));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_inverse_whose_answer_is_lost_is_not_applied_again() {
+async fn an_undo_whose_answer_is_lost_is_not_made_again() {
     let fleet = Fleet::start(1, 1).await;
     let first = fleet.replica("one");
     let running = first.start("net", &spec("waves: [{size: rest}]")).await;
@@ -134,7 +134,7 @@ async fn an_inverse_whose_answer_is_lost_is_not_applied_again() {
     let state = running.rollout().members()[0].state.clone();
     assert_eq!(
         state,
-        State::Reverted { void: false },
+        State::Released { void: false },
         "the first answer was given again"
     );
 }
@@ -165,8 +165,8 @@ async fn what_the_guest_dropped_by_itself_does_not_keep_the_rest() {
     assert_eq!(
         states,
         [
-            &State::Reverted { void: false },
-            &State::Reverted { void: true }
+            &State::Released { void: false },
+            &State::Released { void: true }
         ]
     );
 }

@@ -2,8 +2,9 @@
 //! Tests plans that are refused.
 
 use patchbay_fleet::controller::{Config, Controller};
+use patchbay_fleet::rollout::{Member, State};
 
-use super::support::{Fleet, spec};
+use super::support::{Fleet, is_over, spec, wait_for};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_plan_is_repeated_by_name_and_spec() {
@@ -121,4 +122,19 @@ async fn a_guest_whose_kernel_is_not_known_is_left_out_and_named() {
     let message = &planned.header().message;
     let why = "left out: the kernel of web-1 on host-0 is not known: GUEST_NOT_REGISTERED";
     assert!(message.starts_with(why), "{message}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn guests_that_no_wave_includes_are_left_out_and_say_so() {
+    let fleet = Fleet::start(1, 3).await;
+    let replica = fleet.replica("one");
+    let running = replica.start("net", &spec("waves: [{size: 1}]")).await;
+    wait_for(&running, is_over).await;
+    assert_eq!(fleet.counts("alpha").iter().sum::<i32>(), 1);
+    let rollout = running.rollout();
+    let is_told = |member: &Member| match &member.state {
+        State::Skipped { why } => why.contains("size: rest"),
+        _ => false,
+    };
+    assert!(rollout.members()[1..].iter().all(is_told));
 }

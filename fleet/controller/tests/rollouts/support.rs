@@ -200,8 +200,8 @@ pub fn is_over(phase: Phase) -> bool {
     matches!(phase, Phase::Completed | Phase::Ended(_))
 }
 
-/// Returns a spec with INC of "alpha" on every guest. A second INC would change the count, whereas
-/// a second ENABLE would not.
+/// Returns a spec that wants "alpha" held on every guest. If a guest made the change twice, the
+/// count would show it.
 pub fn spec(more: &str) -> String {
-    format!("selector: {{guests: [\"web-*\"]}}\nops: [{{op: inc, keys: [alpha]}}]\n{more}\n")
+    format!("selector: {{guests: [\"web-*\"]}}\nclaims: [{{want: held, keys: [alpha]}}]\n{more}\n")
 }

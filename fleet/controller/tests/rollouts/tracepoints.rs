@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests sets of tracepoints, which are prepared by their keys and shown by their names.
+//! Tests sets of tracepoints, which are claimed by their keys and shown by their names.
 
-use patchbay_fleet::rollout::{End, Phase, State};
+use patchbay_fleet::rollout::{End, Phase, Plan, State};
 use patchbay_fleet::runner::Command;
 
 use super::gates::{agents, wait_for_agents};
 use super::support::{Fleet, is_over, tell, wait_for};
 
+fn events(plan: &Plan) -> Vec<&str> {
+    let tracepoints = plan.set.tracepoints().iter();
+    tracepoints.map(|tracepoint| &*tracepoint.event).collect()
+}
+
 fn fire(patterns: &str) -> String {
     format!(
-        "selector: {{guests: [\"web-*\"]}}\nops: [{{op: fire, tracepoints: [{patterns}]}}]\n\
+        "selector: {{guests: [\"web-*\"]}}\nclaims: [{{want: on, tracepoints: [{patterns}]}}]\n\
          waves: [{{size: 1}}, {{size: rest}}]\n"
     )
 }
@@ -22,10 +27,7 @@ async fn a_set_is_fired_on_every_guest_and_parked_by_undo() {
     wait_for_agents(&replica, 2).await;
     let running = replica.start("trace", &fire("\"sched:*\"")).await;
     let plan = running.rollout().members()[0].plan.clone();
-    assert_eq!(
-        plan.set.changed_tracepoints(),
-        ["sched:sched_switch", "sched:sched_waking"]
-    );
+    assert_eq!(events(&plan), ["sched:sched_switch", "sched:sched_waking"]);
     assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
     for (key, count) in [
         ("sched_switch", 1),
@@ -66,8 +68,5 @@ async fn events_that_are_unknown_or_have_no_probe_are_not_planned() {
     let running = running.await.expect("planned");
     let member = running.rollout().members()[0].clone();
     assert_eq!(member.state, State::Pending);
-    assert_eq!(
-        member.plan.set.changed_tracepoints(),
-        ["sched:sched_switch"]
-    );
+    assert_eq!(events(&member.plan), ["sched:sched_switch"]);
 }

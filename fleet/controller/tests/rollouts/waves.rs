@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests rollouts in which nothing fails.
 
-use patchbay_fleet::rollout::{End, Phase, State};
+use patchbay_fleet::rollout::{End, Phase};
 use patchbay_fleet::runner::Command;
 
 use super::support::{Fleet, is_over, spec, tell, wait_for};
@@ -24,36 +24,31 @@ async fn waves_change_every_guest_once_and_undo_takes_all_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_key_op_is_taken_back_by_its_inverse() {
-    for (op, before, during) in [
-        ("enable", 0, 1),
-        ("disable", 1, 0),
-        ("dec", 2, 1),
-        ("inc", 1, 2),
-    ] {
+async fn what_each_claim_changes_is_taken_back() {
+    for (want, before, during) in [("on", 0, 1), ("off", 1, 1), ("held", 1, 2)] {
         let fleet = Fleet::start(1, 1).await;
         fleet.guests[0].set_count("beta", before);
         let replica = fleet.replica("one");
         let text = format!(
-            "selector: {{guests: [\"*\"]}}\nops: [{{op: {op}, keys: [beta]}}]\nwaves: [{{size: rest}}]\n"
+            "selector: {{guests: [\"*\"]}}\nclaims: [{{want: {want}, keys: [beta]}}]\nwaves: [{{size: rest}}]\n"
         );
         let leads = replica.lead().await;
         let planned = leads.plan("net", &text, "alice").await;
-        if matches!(op, "disable" | "dec") {
-            // The guest itself holds the reference, so no rollout may drop it.
+        if want == "off" {
+            // The guest itself holds the reference, so no rollout may take it away.
             let error = planned.err().expect("refused").to_string();
-            assert!(error.contains("NOT_HOLDER"), "{op}: {error}");
+            assert!(error.contains("NOT_HOLDER"), "{want}: {error}");
             continue;
         }
         let running = planned.expect("planned");
         let digest = running.rollout().header().digest.clone();
         tell(&running, Command::Start { digest }).await;
         wait_for(&running, is_over).await;
-        assert_eq!(fleet.counts("beta"), [during], "{op}");
+        assert_eq!(fleet.counts("beta"), [during], "{want}");
         tell(&running, Command::Abort).await;
         let ended = |phase| matches!(phase, Phase::Ended(_));
         wait_for(&running, ended).await;
-        assert_eq!(fleet.counts("beta"), [before], "{op}");
+        assert_eq!(fleet.counts("beta"), [before], "{want}");
     }
 }
 
@@ -81,12 +76,12 @@ async fn a_failing_command_takes_the_canary_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_gate_that_hangs_is_ended() {
+async fn a_gate_that_hangs_is_ended_and_pauses_after_its_patience() {
     let fleet = Fleet::start(1, 1).await;
     let replica = fleet.replica("one");
     let text = spec(
         "waves: [{size: rest}]\n\
-         gates: [{command: [\"sleep\", \"3600\"], timeout: 10ms, on_failure: pause}]",
+         gates: [{command: [\"sleep\", \"3600\"], timeout: 10ms, interval: 10ms, patience: 1ms, on_failure: pause}]",
     );
     let running = replica.start("net", &text).await;
     wait_for(&running, |phase| phase == Phase::Paused).await;
@@ -96,8 +91,10 @@ async fn a_gate_that_hangs_is_ended() {
     assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
 }
 
+/// Checks that the count of a key may change between the plan and its wave. People have approved
+/// the reference of the rollout, not a count.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_plan_that_became_stale_is_left_and_the_others_are_changed() {
+async fn a_guest_whose_counts_have_changed_since_the_plan_is_changed_too() {
     let fleet = Fleet::start(1, 3).await;
     let replica = fleet.replica("one");
     let leads = replica.lead().await;
@@ -107,10 +104,27 @@ async fn a_plan_that_became_stale_is_left_and_the_others_are_changed() {
     let digest = running.rollout().header().digest.clone();
     tell(&running, Command::Start { digest }).await;
     assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
-    assert_eq!(fleet.counts("alpha"), [1, 7, 1]);
-    let state = running.rollout().members()[1].state.clone();
-    assert!(
-        matches!(&state, State::Failed { why, .. } if why.contains("PLAN_STALE")),
-        "{state:?}"
-    );
+    assert_eq!(fleet.counts("alpha"), [1, 8, 1]);
+    tell(&running, Command::Undo).await;
+    wait_for(&running, |phase| matches!(phase, Phase::Ended(_))).await;
+    assert_eq!(fleet.counts("alpha"), [0, 7, 0]);
+}
+
+/// Checks that the newest claim decides, and that the order of the undos does not matter.
+#[tokio::test(flavor = "multi_thread")]
+async fn rollouts_of_one_key_can_be_undone_in_any_order() {
+    let fleet = Fleet::start(1, 1).await;
+    let replica = fleet.replica("one");
+    let text = |want: &str| spec("waves: [{size: rest}]").replace("held", want);
+    let on = replica.start("on", &text("on")).await;
+    wait_for(&on, is_over).await;
+    let off = replica.start("off", &text("off")).await;
+    wait_for(&off, is_over).await;
+    assert_eq!(fleet.counts("alpha"), [0]);
+    tell(&on, Command::Undo).await;
+    wait_for(&on, |phase| matches!(phase, Phase::Ended(_))).await;
+    assert_eq!(fleet.counts("alpha"), [0], "the other one decides");
+    tell(&off, Command::Undo).await;
+    wait_for(&off, |phase| matches!(phase, Phase::Ended(_))).await;
+    assert_eq!(fleet.counts("alpha"), [0], "as before both");
 }

@@ -75,7 +75,8 @@ pub struct KeyClaims {
     on: Option<Owner>,
     /// Owners whose claims have ended and whose references are still to be dropped.
     leaving: Vec<Owner>,
-    /// The state that a claim wanted which decided and has ended, if the references still follow it.
+    /// The state that a claim wanted which decided and has ended, if the references still follow
+    /// it.
     #[serde(default)]
     ended: Option<Want>,
     /// The references do not follow the claims yet, because a change of the key was refused.

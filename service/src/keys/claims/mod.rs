@@ -19,8 +19,9 @@
 //! void: they decide nothing until their owners make them again.
 //!
 //! The key of a tracepoint is on or off: its holds share one reference, and the last of them to end
-//! turns it off. So an ON on such a key has a hold while clients hold it, and the reference of the
-//! guest that this hold hides counts as taken away. An OFF parks the tracepoint without consent.
+//! turns it off. An ON therefore takes a hold on such a key if clients hold the key, and the
+//! guest's reference that this hold hides counts as taken away. An OFF parks the tracepoint
+//! without consent.
 //!
 //! References that claims take are holds whose holder is [`Owner::holder`], so the rules for holds
 //! apply to them: another principal can drop them only by force.

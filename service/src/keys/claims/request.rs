@@ -36,8 +36,8 @@ pub struct ClaimsRequest {
     pub intent_digest: String,
     /// The keys and the wanted state of each. No key is listed twice.
     pub claims: Vec<(String, Want)>,
-    /// More keys, by patterns, and the wanted state of each. The API gives them only with
-    /// `validate_only`.
+    /// Patterns that select more keys, and the wanted state of the keys of each. The API accepts
+    /// them only with `validate_only`.
     pub selections: Vec<(Selection, Want)>,
     /// Time to live of the claims, counted from the change.
     pub ttl: Option<Duration>,
@@ -102,10 +102,10 @@ pub struct ClaimsOutcome {
     pub keys: Vec<KeyAnswer>,
     /// The cost of the change; `None` if nothing was changed.
     pub report: Option<FlipReport>,
-    /// Sites that were patched or, in a validation, would be.
+    /// The number of sites that were patched or, in a validation, would be.
     pub sites_patched: u32,
-    /// Predicted pause of a validated change. Zero if no pause is needed; `None` if no count is to
-    /// be changed, and before the first pause of this guest.
+    /// Predicted pause of a validated change. Zero if no pause is needed; `None` if no count would
+    /// change, and before the first pause of this guest.
     pub predicted_pause: Option<Duration>,
     /// Keys that patterns matched and left out, by reason.
     pub left_out: Vec<LeftOut>,

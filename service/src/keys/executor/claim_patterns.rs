@@ -25,7 +25,7 @@ pub(super) fn resolve(
 ) -> Result<(ClaimsRequest, Vec<LeftOut>), KeysError> {
     let update = |selection| KeyUpdate {
         keys: Target::Selection(Box::new(selection)),
-        // Only the keys matter.
+        // The op is not used: only the selected keys are.
         op: Op::Enable,
     };
     let selections = request.selections.iter();
@@ -70,7 +70,7 @@ pub(super) fn resolve(
     Ok((request, left_out))
 }
 
-/// Names the field of this request in an error about updates.
+/// Replaces the field name in an error about updates by that of this request.
 fn of_claims(error: KeysError) -> KeysError {
     match error {
         KeysError::InvalidArgument {

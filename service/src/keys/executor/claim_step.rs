@@ -286,7 +286,7 @@ impl<G: Guest> Executor<G> {
             step.holds.take(&Hold::new(0, 1, taking));
         }
         step.claims.settle(&target);
-        // As when a client parks it, clients that fire the tracepoint do so for its current probes.
+        // The remaining holds are bound to the current probes, as when a client parks it.
         let decider = step.claims.decider();
         let is_parked = seen.tracepoint && decider.is_some_and(|claim| claim.want == Want::Off);
         if let Some(state) = step.state.filter(|_| is_parked) {
@@ -360,7 +360,7 @@ impl<G: Guest> Executor<G> {
                 key: (&*name()).into(),
                 reason: KeyRefusal::Tracepoint,
                 message: format!(
-                    "key {} is a tracepoint's, which is on or off and not counted; claim on or off",
+                    "key {} belongs to a tracepoint, so it is not counted; claim on or off",
                     name()
                 ),
             },

@@ -67,7 +67,7 @@ pub(super) struct Wanted<'a> {
 pub(super) struct Made {
     answer: Answer,
     report: Option<FlipReport>,
-    /// Sites that are patched.
+    /// The number of sites that are patched.
     sites: u32,
     predicted_pause: Option<Duration>,
 }
@@ -79,7 +79,7 @@ struct Attempt {
     /// Keys whose holds change but whose counts do not.
     silent: Vec<Step>,
     flip: Option<Flip>,
-    /// Sites that are patched.
+    /// The number of sites that are patched.
     sites: u32,
     predicted_pause: Option<Duration>,
 }

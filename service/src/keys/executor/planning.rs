@@ -105,8 +105,8 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Turns the DISABLE of a tracepoint that another principal fires, or that is claimed on, into an
-    /// ENABLE, which has no effect.
+    /// Turns the DISABLE of a tracepoint that another principal fires, or that is claimed on, into
+    /// an ENABLE, which has no effect.
     fn leave_on(&self, registration: &Registration, resolved: &mut Resolved, terms: &Terms) {
         if !terms.may_leave_on() {
             return;

@@ -124,8 +124,8 @@ impl KeyHolds {
         may_turn_off && self.holds.is_empty()
     }
 
-    /// Returns whether the tracepoint's key would stay on if all holds ended: the guest itself has
-    /// turned it on.
+    /// Returns whether the tracepoint's key would stay on if all holds ended, because the guest
+    /// itself has turned it on.
     pub fn would_leave_on(&self, state: &KeyState) -> bool {
         state.count > 0 && !self.clone().end(state.probes, |_| true)
     }

@@ -71,15 +71,17 @@ function showList() {
   const create = () =>
     element("li", {}, element("a", {},
       element("span", { class: "line" }, element("span", { class: "name" }), element("span", { class: "phase" })),
-      element("span", { class: "hint" })));
+      element("span", { class: "hint" }), element("span", { class: "waits" })));
   keyed(byId("rollouts"), wanted, (one) => one.name, create, (item, one) => {
     const link = item.firstElementChild;
-    const guests = one.counts.pending + one.counts.changing + one.counts.changed + one.counts.failed + one.counts.reverted + one.counts.adopted;
+    const { skipped, ...counts } = one.counts;
+    const guests = Object.values(counts).reduce((sum, number) => sum + number, 0);
     setAttribute(link, "href", `#rollout=${encodeURIComponent(one.name)}`);
     setAttribute(link, "aria-current", String(state.rollout?.name === one.name));
     setText(link.querySelector(".name"), one.name);
     setText(link.querySelector(".phase"), one.phase);
-    setText(link.querySelector(".hint"), `${one.counts.changed} of ${count(guests, "guest", "guests")} changed`);
+    setText(link.querySelector(".hint"), `${counts.as_wanted} of ${count(guests, "guest", "guests")} as wanted`);
+    setText(link.querySelector(".waits"), counts.not_yet ? ` · ${counts.not_yet} not yet` : "");
   });
 }
 

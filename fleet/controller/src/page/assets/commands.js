@@ -16,20 +16,20 @@ const QUESTIONS = {
     yes: "Approve",
   }),
   start: (rollout) => ({
-    text: `Wave ${rollout.waves[0].name} begins at once: ${count(rollout.waves[0].guests, "guest", "guests")}. Guests are changed as they were prepared, and not otherwise.`,
+    text: `Wave ${rollout.waves[0].name} begins at once: ${count(rollout.waves[0].guests, "guest", "guests")}. Only the keys of the plan are changed.`,
     yes: "Start",
   }),
   promote: () => ({
     text: "The next wave begins at once, without the rest of the bake time and without the gates.",
     yes: "Promote",
   }),
-  abort: (rollout) => ({ text: backText(rollout), yes: "Abort and take back" }),
+  abort: (rollout) => ({ text: backText(rollout), yes: "Abort and undo" }),
   undo: (rollout) => ({ text: backText(rollout), yes: "Undo" }),
 };
 
 function backText(rollout) {
-  const { changed, changing } = rollout.counts;
-  return `Everything is taken back, on all guests at once: ${count(changed + changing, "guest is", "guests are")} changed or being changed.`;
+  const { as_wanted, changing, not_yet } = rollout.counts;
+  return `Every change is undone, on all guests at once: ${count(as_wanted + changing + not_yet, "guest is", "guests are")} changed, or may be. The undo ends when each of them has confirmed it.`;
 }
 
 export function showCommands(rollout) {

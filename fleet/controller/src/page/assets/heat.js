@@ -17,7 +17,7 @@ const refresh = throttled(1000, async () => {
 });
 
 export function showHeat(state) {
-  const seen = `${state.observed} ${state.rollouts.map((one) => `${one.name} ${one.phase} ${one.counts.changed}`).join()}`;
+  const seen = `${state.observed} ${state.rollouts.map((one) => `${one.name} ${one.phase} ${one.counts.as_wanted}`).join()}`;
   if (state.leads && seen !== last) refresh();
   last = seen;
 }

@@ -3,7 +3,7 @@
 
 import { byId, clock, count, element, keyed, micros, seconds, setAttribute, setText } from "./dom.js";
 
-const PARTS = ["changed", "reverted", "failed", "adopted", "changing"];
+const PARTS = ["as_wanted", "adopted", "changing", "not_yet", "releasing", "released", "forgotten"];
 
 export function showRollout(rollout, skew) {
   byId("rollout").hidden = !rollout;
@@ -42,20 +42,23 @@ function showWaves(rollout, skew) {
     }
     track.querySelector("[data-part=pending]").style.flexGrow = counts.pending;
     setAttribute(track, "aria-valuemax", guests);
-    setAttribute(track, "aria-valuenow", counts.changed);
+    setAttribute(track, "aria-valuenow", counts.as_wanted);
     setAttribute(track, "aria-label", `Wave ${wave.name}`);
     setAttribute(track, "aria-valuetext",
-      `${counts.changed} of ${guests} changed, ${counts.failed} failed, ${counts.reverted} taken back, ${counts.adopted} adopted`);
+      `${counts.as_wanted} of ${guests} as wanted, ${counts.not_yet} not yet, ${counts.releasing} being released, ${counts.released} released, ${counts.forgotten} forgotten, ${counts.adopted} adopted`);
     item.dataset.state = wave.state;
     showWhat(item.querySelector(".what"), wave, skew);
   });
 }
 
 function showWhat(target, wave, skew) {
-  const parts = [element("b", {}, String(wave.counts.changed)), ` of ${count(wave.guests, "guest", "guests")} on ${count(wave.hosts, "host", "hosts")}`];
-  if (wave.counts.failed) parts.push(" · ", element("span", { class: "bad" }, `${wave.counts.failed} failed`));
-  if (wave.counts.reverted) parts.push(` · ${wave.counts.reverted} taken back`);
-  if (wave.counts.adopted) parts.push(` · ${wave.counts.adopted} adopted`);
+  const { counts } = wave;
+  const parts = [element("b", {}, String(counts.as_wanted)), ` of ${count(wave.guests, "guest", "guests")} on ${count(wave.hosts, "host", "hosts")} as wanted`];
+  if (counts.not_yet) parts.push(" · ", element("span", { class: "bad" }, `${counts.not_yet} not yet`));
+  if (counts.releasing) parts.push(` · ${counts.releasing} being released`);
+  if (counts.released) parts.push(` · ${counts.released} released`);
+  if (counts.forgotten) parts.push(` · ${counts.forgotten} forgotten`);
+  if (counts.adopted) parts.push(` · ${counts.adopted} adopted`);
   if (wave.bakes_until) parts.push(` · bakes for ${seconds(wave.bakes_until - Date.now() - skew)}`);
   else if (wave.state) parts.push(` · ${wave.state}`);
   else if (wave.bake_ms) parts.push(` · then bakes ${seconds(wave.bake_ms)}`);

@@ -6,6 +6,8 @@ import { byId, clock, count, element, getJson, keyed, micros, pager, setAttribut
 let rollout = "";
 let from = 0;
 let seen = "";
+/// The texts for guests without a message of their own, by state.
+const WAITS = { releasing: "has not yet confirmed that its claims have ended" };
 /// The guests whose reasons are shown.
 const open = new Set();
 
@@ -54,7 +56,7 @@ function showGuests(guests) {
     setText(state.firstElementChild, row.state);
     setAttribute(state.firstElementChild, "data-state", row.state);
     setText(pause, row.pause_us === null ? "" : micros(row.pause_us));
-    setText(why.querySelector(".text"), row.message);
+    setText(why.querySelector(".text"), row.message || WAITS[row.state] || "");
     setAttribute(why.querySelector("button"), "aria-label", `Why is ${row.guest} on ${row.host} ${row.state}?`);
     if (open.has(item.dataset.key)) explain(item);
     else setReasons(item, null);

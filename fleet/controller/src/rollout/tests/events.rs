@@ -23,14 +23,18 @@ enum Event {
     Answer(prop::sample::Index, Answer),
     /// The driver is killed, and another one continues from the saved state.
     Kill,
+    /// A call of a driver that was killed reaches its guest only now.
+    Late(prop::sample::Index),
+    Forget(prop::sample::Index),
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Answer {
     Ok,
     /// The action is performed, and the answer is lost.
     Lost,
     Busy,
+    /// Only some of the claims are made.
     Refused,
 }
 
@@ -51,15 +55,25 @@ fn event() -> impl Strategy<Value = Event> {
         8 => (0..20_usize).prop_map(Event::Perform),
         12 => (any::<prop::sample::Index>(), answer).prop_map(|(which, how)| Event::Answer(which, how)),
         2 => Just(Event::Kill),
+        2 => any::<prop::sample::Index>().prop_map(Event::Late),
+        1 => any::<prop::sample::Index>().prop_map(Event::Forget),
     ]
 }
 
-/// A guest with the guarantees of `patchbay.v1`: a plan is committed only once, and so is an
-/// inverse with the same request id.
+/// A guest with the guarantees of `patchbay.v1.SetClaims`: a call of a generation before the
+/// latest one does nothing.
 #[derive(Clone, Debug, Default)]
 struct SimulatedGuest {
-    commits: u32,
-    reverts: u32,
+    generation: u64,
+    is_claimed: bool,
+}
+
+impl SimulatedGuest {
+    fn set(&mut self, generation: u64, is_claimed: bool) {
+        if generation > self.generation {
+            (self.generation, self.is_claimed) = (generation, is_claimed);
+        }
+    }
 }
 
 struct SimulatedFleet {
@@ -67,6 +81,8 @@ struct SimulatedFleet {
     saved: (Header, Vec<Member>),
     /// Actions that the driver has started and whose answers it has not received.
     under_way: Vec<Action>,
+    /// The calls of drivers that were killed, which may still reach their guests.
+    late: Vec<Action>,
     guests: BTreeMap<usize, SimulatedGuest>,
     now: Millis,
 }
@@ -109,13 +125,17 @@ impl SimulatedFleet {
         self.check_caps();
         let phase = self.rollout.header().phase;
         for action in &step.actions {
-            if let Action::Commit(index) = action
-                && before[*index] == State::Pending
+            if let Action::Claim {
+                member: index,
+                generation,
+            } = action
             {
-                let runs = matches!(phase, Phase::Running(_));
+                assert_eq!(self.saved.1[*index].generation, *generation, "saved first");
+                let is_new = !matches!(before[*index], State::Claiming { .. });
+                let runs = matches!(phase, Phase::Running(_) | Phase::Completed);
                 assert!(
-                    runs,
-                    "guest {index} is committed while it is {}",
+                    runs || !is_new,
+                    "guest {index} is changed while it is {}",
                     phase.name()
                 );
                 let observes = self.rollout.header().policy.observes_agents();
@@ -131,20 +151,14 @@ impl SimulatedFleet {
         }
     }
 
-    /// Kills the driver and its calls. Some of the calls have reached their guest, and the others
-    /// never will.
+    /// Kills the driver. Some of its calls have reached their guest, and the others may do so at
+    /// any later time.
     fn kill(&mut self) {
         self.save();
         for (position, action) in std::mem::take(&mut self.under_way).into_iter().enumerate() {
-            let has_arrived = (position as u64 + self.now).is_multiple_of(2);
-            match action {
-                Action::Commit(index) if has_arrived => {
-                    self.guests.entry(index).or_default().commits = 1;
-                }
-                Action::Revert(index) if has_arrived => {
-                    self.guests.entry(index).or_default().reverts = 1;
-                }
-                _ => {}
+            match (position as u64 + self.now).is_multiple_of(2) {
+                true => self.arrive(&action),
+                false => self.late.push(action),
             }
         }
         let (header, members) = self.saved.clone();
@@ -152,14 +166,26 @@ impl SimulatedFleet {
         self.rollout = stored.expect("a state that this machine left");
     }
 
+    /// Lets a call reach its guest.
+    fn arrive(&mut self, action: &Action) {
+        match action {
+            Action::Claim { member, generation } => self.guest(*member).set(*generation, true),
+            Action::Release { member, generation } => self.guest(*member).set(*generation, false),
+            _ => {}
+        }
+    }
+
+    fn guest(&mut self, index: usize) -> &mut SimulatedGuest {
+        self.guests.entry(index).or_default()
+    }
+
     fn check_caps(&self) {
         let caps = self.rollout.header().policy.caps;
         let mut domains: BTreeMap<&str, usize> = BTreeMap::new();
-        let committing = self.rollout.members().iter();
-        let committing =
-            committing.filter(|member| matches!(member.state, State::Committing { .. }));
+        let claiming = self.rollout.members().iter();
+        let claiming = claiming.filter(|member| matches!(member.state, State::Claiming { .. }));
         let mut total = 0;
-        for member in committing {
+        for member in claiming {
             total += 1;
             *domains.entry(&member.domain).or_default() += 1;
         }
@@ -168,54 +194,57 @@ impl SimulatedFleet {
     }
 
     fn answer(&mut self, position: usize, answer: Answer) {
-        let lost = |why: &str| why.to_owned();
-        match self.under_way.swap_remove(position) {
-            Action::Commit(index) => {
-                let guest = self.guests.entry(index).or_default();
-                let refused =
-                    guest.commits == 0 && matches!(answer, Answer::Busy | Answer::Refused);
-                if !refused {
-                    guest.commits = 1;
+        let now = self.now;
+        let action = self.under_way.swap_remove(position);
+        match action {
+            Action::Claim {
+                member: index,
+                generation,
+            } => {
+                if answer != Answer::Busy {
+                    self.arrive(&action);
                 }
                 let outcome = match answer {
+                    Answer::Ok => made(1),
                     Answer::Lost => failed(Failure::Unknown),
-                    Answer::Busy if refused => failed(Failure::Busy),
-                    Answer::Refused if refused => failed(Failure::Final),
-                    _ => CommitOutcome::Committed { pause_us: 1 },
+                    Answer::Busy => failed(Failure::Busy),
+                    Answer::Refused => failed(Failure::Refused),
                 };
-                self.rollout.committed(index, outcome, self.now);
+                self.rollout.claimed(index, generation, outcome, now);
             }
-            Action::Revert(index) => {
-                let guest = self.guests.entry(index).or_default();
-                assert_eq!(
-                    guest.commits, 1,
-                    "guest {index} is reverted and was never changed"
-                );
-                if !matches!(answer, Answer::Busy | Answer::Refused) {
-                    guest.reverts = 1;
+            Action::Release {
+                member: index,
+                generation,
+            } => {
+                if matches!(answer, Answer::Ok | Answer::Lost) {
+                    self.arrive(&action);
                 }
                 let outcome = match answer {
-                    Answer::Ok => RevertOutcome::Reverted { void: false },
-                    Answer::Lost | Answer::Busy => RevertOutcome::Failed {
-                        again: true,
-                        why: lost("lost"),
-                    },
-                    Answer::Refused => RevertOutcome::Failed {
-                        again: false,
-                        why: lost("refused"),
-                    },
+                    Answer::Ok => RELEASED,
+                    _ => not_released(),
                 };
-                self.rollout.reverted(index, outcome, self.now);
+                self.rollout.released(index, generation, outcome, now);
             }
-            Action::Observe(index) => {
+            Action::Observe {
+                member: index,
+                generation,
+            } => {
                 let outcome = match answer {
                     Answer::Ok | Answer::Lost => Ok(Health::default()),
                     Answer::Busy | Answer::Refused => Err("no agent".to_owned()),
                 };
-                self.rollout.observed(index, outcome, self.now);
+                self.rollout.observed(index, generation, outcome, now);
             }
-            Action::RunGate { wave, gate } => {
-                self.rollout.gate_ended(wave, gate, Ok(()), self.now);
+            Action::Check {
+                member: index,
+                generation,
+            } => self.rollout.checked(index, generation, None, now),
+            Action::RunGate { wave, gate, asked } => {
+                let outcome = match answer {
+                    Answer::Ok => GateAnswer::Passed,
+                    _ => GateAnswer::Inconclusive("no answer".to_owned()),
+                };
+                self.rollout.gate_ended(wave, gate, asked, outcome, now);
             }
         }
     }
@@ -236,6 +265,15 @@ impl SimulatedFleet {
             }
             Event::Answer(..) => {}
             Event::Kill => self.kill(),
+            Event::Late(which) if !self.late.is_empty() => {
+                let action = self.late.swap_remove(which.index(self.late.len()));
+                self.arrive(&action);
+            }
+            Event::Late(_) => {}
+            Event::Forget(which) => {
+                let index = which.index(self.rollout.members().len());
+                drop(self.rollout.forget(index, "alice", now));
+            }
         }
         self.save();
     }
@@ -243,19 +281,18 @@ impl SimulatedFleet {
     /// Aborts, and lets every action succeed.
     fn abort_to_the_end(&mut self) {
         self.rollout.abort("alice", self.now);
-        // Reverting may end with failures, which a second abort retries.
-        for _ in 0..2 {
-            for _ in 0..10_000 {
-                self.perform(usize::MAX);
-                while !self.under_way.is_empty() {
-                    self.answer(0, Answer::Ok);
-                }
-                self.now += 60_000;
-                if matches!(self.rollout.header().phase, Phase::Ended(_)) {
-                    break;
-                }
+        for _ in 0..1000 {
+            self.perform(usize::MAX);
+            while !self.under_way.is_empty() {
+                self.answer(0, Answer::Ok);
             }
-            self.rollout.abort("alice", self.now);
+            self.now += 600_000;
+            if matches!(self.rollout.header().phase, Phase::Ended(_)) {
+                break;
+            }
+        }
+        for action in std::mem::take(&mut self.late) {
+            self.arrive(&action);
         }
     }
 }
@@ -274,17 +311,17 @@ proptest! {
     ) {
         let on_failure = if abort { OnFailure::Abort } else { OnFailure::Pause };
         let mut policy = max_percent.map_or_else(Policy::default, |max_percent| {
-            gate(WaveGateKind::Errors { max_percent }, on_failure)
+            gate(WaveGateKind::Errors { max_percent, of: ErrorsOf::Wave }, on_failure)
         });
         if observe {
             let limits = AgentLimits::default();
             let kind = WaveGateKind::AgentHealth { limits, timeout_ms: 1 };
-            policy.gates.push(WaveGate { kind, on_failure });
+            policy.gates.push(WaveGate { kind, on_failure, interval_ms: 100, patience_ms: 1000 });
         }
         policy.caps = Caps { count, percent, per_domain };
         let rollout = started(&sizes, policy);
         let saved = (rollout.header().clone(), rollout.members().to_vec());
-        let mut fleet = SimulatedFleet { rollout, saved, under_way: vec![], guests: BTreeMap::new(), now: 0 };
+        let mut fleet = SimulatedFleet { rollout, saved, under_way: vec![], late: vec![], guests: BTreeMap::new(), now: 0 };
         for event in &events {
             fleet.apply(event);
             fleet.check_caps();
@@ -293,7 +330,8 @@ proptest! {
         let phase = fleet.rollout.header().phase;
         prop_assert!(matches!(phase, Phase::Ended(_)), "{phase:?}");
         for (index, guest) in &fleet.guests {
-            prop_assert_eq!(guest.commits, guest.reverts, "guest {}", index);
+            let is_forgotten = fleet.rollout.members()[*index].state == State::Forgotten;
+            prop_assert!(!guest.is_claimed || is_forgotten, "guest {} {:?}", index, guest);
         }
     }
 }

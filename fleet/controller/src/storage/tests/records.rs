@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests the form of the records, and that those of earlier versions are read.
+//! Tests the form of the records, and that those of earlier versions are left alone.
 
 use super::*;
 
-/// The records of the first builds, of the later ones without a version, and of version 2. A
-/// fixture is not changed once its version is released.
+/// The records of the first builds, of the later ones without a version, and of each version since.
+/// A fixture is not changed once its version is released.
 const FIRST: &str = include_str!("../fixtures/v1-first.jsonl");
 const VERSION_1: &str = include_str!("../fixtures/v1.jsonl");
 const VERSION_2: &str = include_str!("../fixtures/v2.jsonl");
+const VERSION_3: &str = include_str!("../fixtures/v3.jsonl");
 
 async fn load_fixture(text: &str) -> Loaded {
     let (_folder, store) = store().await;
@@ -26,64 +27,58 @@ const RUN: &str = "89abcdef01234567";
 /// Returns rollouts that have every state and setting that the present version can store. The
 /// first has this field `run`.
 fn samples(run: &str) -> Vec<Rollout> {
+    let why = || "GUEST_BUSY: try again".to_owned();
+    let not_yet = |failure| State::NotYet {
+        failure,
+        why: why(),
+    };
     let states = [
         State::Skipped {
             why: "it is as the spec wants it".to_owned(),
         },
         State::Pending,
-        State::Committing {
-            attempt: 2,
-            not_before: 1_800_000_000_000,
-        },
-        State::Unresolved,
-        State::Committed { pause_us: 41 },
-        State::Failed {
-            failure: Failure::Final,
-            why: "PLAN_STALE".to_owned(),
-        },
-        State::Failed {
-            failure: Failure::Busy,
-            why: "GUEST_BUSY".to_owned(),
-        },
-        State::Failed {
-            failure: Failure::Unknown,
-            why: "no answer".to_owned(),
-        },
-        State::Reverted { void: true },
-        State::RevertFailed {
-            why: "WOULD_WARN".to_owned(),
-            pause_us: 7,
-        },
+        State::Claiming { again: false },
+        State::Claiming { again: true },
+        State::AsWanted { pause_us: 41 },
+        not_yet(Failure::Refused),
+        not_yet(Failure::Busy),
+        not_yet(Failure::Unknown),
+        State::Releasing { why: why() },
+        State::Released { void: true },
         State::Adopted,
+        State::Forgotten,
+        State::Superseded,
     ];
     let mut members = rollout("net", states.len(), 2).members().to_vec();
     let tracepoint = Tracepoint {
-        op: 0,
         event: "sched:sched_switch".to_owned(),
         key: "__tracepoint_sched_switch".to_owned(),
     };
-    let inverse = members[0].plan.set.inverse().to_vec();
-    let set = Arc::new(KeySet::new(vec![tracepoint], inverse));
+    let claims = members[0].plan.set.claims().to_vec();
+    let set = Arc::new(KeySet::new(claims, vec![tracepoint]));
     for (member, state) in members.iter_mut().zip(states) {
         member.state = state;
         member.domain = "a".to_owned();
-        member.plan = PreparedPlan {
-            plan_id: "plan-1".to_owned(),
-            request_id: "fleet/net/prepare".to_owned(),
-            digest: "00ff".to_owned(),
-            incarnation: "i-1".to_owned(),
+        member.plan = Plan {
             keys: 2,
             sites: 5,
             predicted_pause_us: 90,
             set: Arc::clone(&set),
         };
+        member.generation = 4;
+        member.boot = "0123456789abcdef".to_owned();
+        member.is_confirmed = true;
+        member.expires = Some(1_800_000_500_000);
     }
     members[1].health = Some(Health {
         boot_id: "b-1".to_owned(),
         kernel_warnings: 3,
     });
     let kinds = [
-        WaveGateKind::Errors { max_percent: 2 },
+        WaveGateKind::Errors {
+            max_percent: 2,
+            of: ErrorsOf::Rollout,
+        },
         WaveGateKind::PauseP99 { budget_us: 500 },
         WaveGateKind::Command {
             argv: vec!["/bin/true".to_owned()],
@@ -93,6 +88,7 @@ fn samples(run: &str) -> Vec<Rollout> {
             limits: AgentLimits {
                 new_warnings: Some(0),
                 pressure: [("io".to_owned(), 40)].into(),
+                unhealthy_percent: 5,
             },
             timeout_ms: 60_000,
         },
@@ -113,6 +109,8 @@ fn samples(run: &str) -> Vec<Rollout> {
     let gate = |(index, kind)| WaveGate {
         kind,
         on_failure: on_failure(index),
+        interval_ms: 30_000,
+        patience_ms: 900_000,
     };
     let header = Header {
         title: "New receive path".to_owned(),
@@ -127,13 +125,17 @@ fn samples(run: &str) -> Vec<Rollout> {
                 count: 4,
                 bake_ms: 600_000,
                 bakes_until: Some(1_800_000_000_000),
+                is_added: false,
+                is_taken_back: false,
             },
             Wave {
                 name: "2".to_owned(),
                 first: 4,
-                count: 6,
+                count: 8,
                 bake_ms: 0,
                 bakes_until: None,
+                is_added: true,
+                is_taken_back: false,
             },
         ],
         policy: Policy {
@@ -149,6 +151,8 @@ fn samples(run: &str) -> Vec<Rollout> {
                 reason: "holidays".to_owned(),
             }],
             approvals: 2,
+            min_success: 3,
+            after_reboot: AfterReboot::Leave,
         },
         approvals: vec!["uid:0".to_owned(), "spiffe://example.org/alice".to_owned()],
         timeline: vec![TimelineEntry {
@@ -165,7 +169,7 @@ fn samples(run: &str) -> Vec<Rollout> {
     let mut samples = vec![Rollout::new(header, members)];
     for (name, phase) in [
         ("p-1", Phase::Planned),
-        ("p-2", Phase::Running(Stage::Committing)),
+        ("p-2", Phase::Running(Stage::Changing)),
         ("p-3", Phase::Running(Stage::Gating)),
         ("p-4", Phase::Paused),
         ("p-5", Phase::Completed),
@@ -208,40 +212,32 @@ async fn the_present_version_is_written_and_read_as_its_fixture_says() {
             serde_json::from_str(&value).unwrap_or_else(|_| value.clone().into());
         println!("{}", serde_json::json!({ "key": key, "value": value }));
     }
-    let mut expected = fixture(VERSION_2);
+    let mut expected = fixture(VERSION_3);
     expected.sort();
     assert_eq!(records, expected);
-    assert_same(&load_fixture(VERSION_2).await.rollouts, &samples(RUN));
+    assert_same(&load_fixture(VERSION_3).await.rollouts, &samples(RUN));
 }
 
+/// Checks that a rollout of a version before claims is not changed, and that it keeps its keys
+/// unless it is over.
 #[tokio::test]
-async fn version_1_is_read() {
-    assert!(!VERSION_1.contains("version"));
-    // Its requests keep the ids that the program before gave them.
-    let old = samples("");
-    assert_same(&load_fixture(VERSION_1).await.rollouts, &old);
-    assert_eq!(old[0].header().request_prefix(), "fleet/net");
-    let present = samples(RUN);
-    let prefix = format!("fleet/net/{RUN}");
-    assert_eq!(present[0].header().request_prefix(), prefix);
-    let first = load_fixture(FIRST).await;
-    assert_eq!(first.unreadable, []);
-    let [(first, _)] = &first.rollouts[..] else {
-        panic!("{:?}", names(&first));
-    };
-    assert_eq!(first.header().trace_id, "");
-    let states: Vec<_> = first.members().iter().map(|member| &member.state).collect();
-    assert_eq!(
-        states,
-        [&State::Committed { pause_us: 41 }, &State::Pending]
-    );
-    let plan = &first.members()[0].plan;
-    assert_eq!((&*plan.request_id, plan.set.tracepoints().len()), ("", 0));
-    assert_eq!((&*plan.plan_id, plan.set.inverse().len()), ("plan-1", 1));
+async fn rollouts_of_versions_before_claims_are_out_of_service() {
+    for (text, version) in [(FIRST, 1), (VERSION_1, 1), (VERSION_2, 2)] {
+        let loaded = load_fixture(text).await;
+        assert_eq!(names(&loaded), Vec::<&str>::new());
+        assert!(loaded.leftovers.is_empty());
+        let net = loaded.unreadable.iter().find(|one| one.name == "net");
+        let why = &net.expect("it is named").why;
+        let expected = format!("header has version {version}, which does not use claims");
+        assert!(why.contains(&expected), "{why}");
+        assert!(!loaded.over.contains("net"), "it was running");
+    }
+    let loaded = load_fixture(VERSION_2).await;
+    let over: Vec<&str> = loaded.over.iter().map(String::as_str).collect();
+    assert_eq!(over, ["p-5", "sets"]);
 }
 
-/// Checks that guests with equal sets of keys share one record and one value in memory, also after
-/// a rollout of version 1 is stored again.
+/// Checks that guests with equal sets of keys share one record and one value in memory.
 #[tokio::test]
 async fn a_set_of_keys_is_stored_once() {
     let sets = |writes: &[Write]| {
@@ -251,18 +247,15 @@ async fn a_set_of_keys_is_stored_once() {
     let mut one = rollout("net", 200, 1000);
     let writes = planned(&mut one, SPEC).expect("fits");
     assert_eq!((writes.len(), sets(&writes)), (203, 1));
-    let loaded = load_fixture(VERSION_1).await;
+    let loaded = load_fixture(VERSION_3).await;
     let (mut old, _) = loaded.rollouts.into_iter().next().expect("net");
-    assert_eq!(old.header().phase, Phase::Running(Stage::Baking));
     let members = old.members();
     assert!(Arc::ptr_eq(&members[0].plan.set, &members[1].plan.set));
     old.abort("alice", 0);
     old.step(0);
     let writes = changed(&mut old);
-    assert_eq!(sets(&writes), 1, "no record had it");
-    old.committed(2, CommitOutcome::Committed { pause_us: 1 }, 0);
-    let writes = changed(&mut old);
-    assert_eq!((writes.len(), sets(&writes)), (1, 0));
+    assert!(!writes.is_empty());
+    assert_eq!(sets(&writes), 0, "a record has it");
 }
 
 #[tokio::test]
@@ -287,11 +280,11 @@ async fn a_set_of_keys_that_is_missing_or_damaged_is_named() {
 
 #[tokio::test]
 async fn a_record_of_a_newer_version_is_left_alone_and_says_so() {
-    let newer = "{\"version\":3,\"name\":{\"new\":\"form\"}}";
+    let newer = "{\"version\":4,\"name\":{\"new\":\"form\"}}";
     for (key, value) in [
         ("header", newer),
         ("members/00000001", newer),
-        ("spec", "# patchbay-spec version 3\nnew form"),
+        ("spec", "# patchbay-spec version 4\nnew form"),
     ] {
         let (_folder, store) = store().await;
         for name in ["a", "net"] {
@@ -306,7 +299,7 @@ async fn a_record_of_a_newer_version_is_left_alone_and_says_so() {
         let loaded = load(&store).await.expect("loaded");
         assert_eq!(names(&loaded), ["a"]);
         let why = format!(
-            "the value of the key {key} has version 3, and this program reads up to 2; start the \
+            "the value of the key {key} has version 4, and this program reads up to 3; start the \
              program that wrote it"
         );
         let name = "net".to_owned();
@@ -319,40 +312,4 @@ async fn a_record_of_a_newer_version_is_left_alone_and_says_so() {
             "{refused:?}"
         );
     }
-}
-
-/// Checks that a rollout of version 1 with a plan that no etcd takes goes on in the file that has
-/// it.
-#[tokio::test]
-async fn a_plan_of_any_size_is_loaded_and_saved_in_the_embedded_store() {
-    let (_folder, store) = store().await;
-    let large = rollout("large", 1, 25_000).members()[0].plan.set.clone();
-    assert!(record::encode_set(&large).len() > crate::store::MAX_TRANSACTION_BYTES);
-    for (key, mut value) in fixture(VERSION_1) {
-        if key == "rollouts/net/members/00000007" {
-            let mut member: serde_json::Value = serde_json::from_slice(&value).expect("JSON");
-            member["plan"]["inverse"] = serde_json::json!(large.inverse());
-            value = member.to_string().into_bytes();
-        }
-        write(&store, vec![put(key, value)]).await;
-    }
-    let loaded = load(&store).await.expect("loaded");
-    assert_eq!(loaded.unreadable, []);
-    let (mut net, _) = loaded.rollouts.into_iter().next().expect("net");
-    net.abort("alice", 0);
-    net.step(0);
-    let key = "leader".to_owned();
-    let created = store.commit(Transaction::new().put(&key, "one")).await;
-    let created = created.expect("written");
-    let fence = crate::store::Fence { key, created };
-    let saved = crate::store::commit_all(&store, &fence, &changed(&mut net)).await;
-    saved.expect("saved");
-    let loaded = load(&store).await.expect("loaded");
-    let (again, _) = loaded
-        .rollouts
-        .iter()
-        .find(|(one, _)| one.header().name == "net")
-        .expect("net");
-    assert_eq!(again.members(), net.members());
-    assert_eq!(again.members()[7].plan.set.inverse(), large.inverse());
 }

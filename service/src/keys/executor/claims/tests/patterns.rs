@@ -32,7 +32,7 @@ fn keys(outcome: &ClaimsOutcome) -> Vec<(&str, Want)> {
 #[tokio::test]
 async fn a_validation_names_the_keys_that_patterns_select() {
     let rig = rig();
-    // The sealed key and the guarded one are left out. A tracepoint's key is a key as any other.
+    // The sealed key and the guarded one are left out. A tracepoint's key is selected too.
     let selections: [(&[&str], Want); 3] = [
         (&["*e*", "!likely"], Want::Off),
         (&["beta", "likely"], Want::Off),
@@ -168,7 +168,8 @@ async fn a_validation_predicts_sites_and_pause_as_a_prepare_does() {
     let prepared = rig.keys.prepare(prepared).await.expect("prepared");
     assert!(second.predicted_pause.is_some());
     assert_eq!(second.predicted_pause, prepared.predicted_pause);
-    // A reference that no site depends on needs no pause, and what is so already no change.
+    // A further reference patches no site and needs no pause. A key that is on already needs no
+    // change.
     let held = rig.keys.set_claims(dry(&[("alpha", Want::Held)])).await;
     let held = held.expect("valid");
     assert_eq!(

@@ -217,7 +217,7 @@ async fn clients_and_claims_keep_a_tracepoint_on_for_each_other() {
         assert_eq!((rig.guest.count(key), rig.holders().len()), (1, 1));
         assert_eq!(rig.end("a", generation + 1, key).await, 0);
     }
-    // An op of a client, which it may take back but which cannot take the claim's reference.
+    // A client turns the key on by an op. It may undo that, but it cannot end the claim's hold.
     rig.op(key, Op::Enable, false).await.expect("turned on");
     rig.claim("a", 7, key, Want::On).await;
     let error = rig.op(key, Op::Disable, false).await;
@@ -295,7 +295,7 @@ async fn a_client_that_fires_overrides_an_off() {
     assert_eq!(rig.end("b", 2, key).await, 0);
 }
 
-/// The guest traces an event too that a client fires. The key is parked when the client stops.
+/// A client fires an event that the guest traces too. The key is parked when the client stops.
 #[tokio::test]
 async fn an_off_parks_what_a_client_leaves_to_the_guest() {
     let rig = rig();

@@ -1,0 +1,316 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Records the outcomes of actions, and schedules the next ones.
+
+use super::machine::{
+    BACKOFF, ClaimOutcome, GateAnswer, MAX_ATTEMPTS, MAX_BACKOFF, MAX_GENERATION, ReleaseOutcome,
+    bounded,
+};
+use super::policy::AfterReboot;
+use super::state::{Failure, Member, Millis, Phase, Rollout, Stage, State};
+use crate::hosts::Changed;
+
+/// The time within which a guest boots soon after its change.
+const SOON: Millis = 600_000;
+/// The number of such boots after which the guest is left as it is.
+const MAX_BOOTS: u32 = 3;
+
+impl Rollout {
+    /// Ends the action of a member. Returns whether its outcome counts. An outcome of an earlier
+    /// generation does not.
+    pub(super) fn ends(&mut self, index: usize, generation: u64) -> bool {
+        let counts = self.members[index].generation == generation;
+        if counts {
+            self.run.in_flight.remove(&index);
+        }
+        counts
+    }
+
+    /// Records the outcome of [`super::Action::Claim`].
+    pub fn claimed(&mut self, index: usize, generation: u64, outcome: ClaimOutcome, now: Millis) {
+        let counts = self.ends(index, generation);
+        let State::Claiming { again } = self.members[index].state else {
+            return;
+        };
+        if !counts {
+            return;
+        }
+        let state = match outcome {
+            ClaimOutcome::Made {
+                boot,
+                pause_us,
+                expires,
+            } => {
+                self.run.retries.remove(&index);
+                let boots = self.run.made.get(&index).map_or(0, |made| made.1);
+                self.run.made.insert(index, (now, boots));
+                let member = &mut self.members[index];
+                member.boot = bounded(&boot);
+                member.is_confirmed = true;
+                member.expires = member.expires.or(expires);
+                State::AsWanted { pause_us }
+            }
+            ClaimOutcome::Failed { failure, why } => {
+                let attempts = self.put_off(index, now);
+                if failure == Failure::Unknown && attempts < MAX_ATTEMPTS && !again {
+                    return;
+                }
+                State::NotYet { failure, why }
+            }
+            // The boot is stored before a call names it. A later generation makes the claims.
+            ClaimOutcome::Booted { boot } => {
+                self.set_boot(index, &boot);
+                match again {
+                    true => State::NotYet {
+                        failure: Failure::Busy,
+                        why: "the guest has booted again".to_owned(),
+                    },
+                    false => State::Pending,
+                }
+            }
+            ClaimOutcome::Stale { seen } => {
+                if self.catch_up(index, seen, now) < MAX_ATTEMPTS {
+                    return;
+                }
+                State::NotYet {
+                    failure: Failure::Refused,
+                    why: format!("the guest has seen generation {seen}, and refuses later ones"),
+                }
+            }
+        };
+        self.set(index, state);
+        self.check_errors(now);
+    }
+
+    /// Records the outcome of [`super::Action::Release`].
+    pub fn released(
+        &mut self,
+        index: usize,
+        generation: u64,
+        outcome: ReleaseOutcome,
+        now: Millis,
+    ) {
+        let counts = self.ends(index, generation);
+        let State::Releasing { why: before } = &self.members[index].state else {
+            return;
+        };
+        match outcome {
+            _ if !counts => {}
+            ReleaseOutcome::Released { void } => {
+                self.run.retries.remove(&index);
+                self.set(index, State::Released { void });
+            }
+            ReleaseOutcome::Failed { why } => {
+                let is_news = *before != bounded(&why);
+                self.put_off(index, now);
+                if is_news {
+                    self.set(index, State::Releasing { why });
+                }
+            }
+            ReleaseOutcome::Unknown { why } => {
+                // The answer to a repeat would be taken for a confirmation.
+                self.raise(index);
+                self.put_off(index, now);
+                self.set(index, State::Releasing { why });
+            }
+            ReleaseOutcome::Stale { seen } => {
+                self.catch_up(index, seen, now);
+            }
+        }
+    }
+
+    /// Continues after the generation that the guest has seen. The guest may report any number, so
+    /// the number is limited to half of the range, which leaves room for later generations.
+    fn catch_up(&mut self, index: usize, seen: u64, now: Millis) -> u32 {
+        let failed = self.put_off(index, now);
+        let generation = &mut self.members[index].generation;
+        *generation = (*generation).max(seen.min(MAX_GENERATION));
+        self.raise(index);
+        self.run.changed.insert(index);
+        failed
+    }
+
+    /// Records that the member's guest runs on another host now.
+    pub fn moved(&mut self, index: usize, host: String, now: Millis) {
+        let member = &mut self.members[index];
+        let guest = member.guest.clone();
+        let from = std::mem::replace(&mut member.host, host.clone());
+        self.run.changed.insert(index);
+        self.note(
+            "",
+            now,
+            format!("guest {guest} moved from {from} to {host}"),
+        );
+    }
+
+    /// Records the outcome of [`super::Action::Check`]: the guest's boot, and whether the guest has
+    /// claims of the rollout. A guest that has booted since has lost them.
+    pub fn checked(
+        &mut self,
+        index: usize,
+        generation: u64,
+        found: Option<(String, bool)>,
+        now: Millis,
+    ) {
+        let counts = self.ends(index, generation);
+        let member = &self.members[index];
+        let (true, State::AsWanted { .. }, Some((boot, has_claims))) =
+            (counts, &member.state, found)
+        else {
+            return;
+        };
+        if boot.is_empty() || has_claims || self.has_expired(index, now) {
+            return;
+        }
+        if boot != self.members[index].boot {
+            self.set_boot(index, &boot);
+            self.rebooted(index, now);
+        } else if self.members[index].expires.is_some() {
+            // The guest ends the claims by its own clock.
+            self.set(index, State::Released { void: true });
+        }
+        // Otherwise the guest's service has lost its ledger. The keys are as wanted, and new claims
+        // would take the old references for the guest's own.
+    }
+
+    /// Records the boot of a guest that has booted again.
+    fn set_boot(&mut self, index: usize, boot: &str) {
+        let member = &mut self.members[index];
+        member.boot = bounded(boot);
+        member.is_confirmed = false;
+        self.run.changed.insert(index);
+    }
+
+    /// Changes a guest that has booted again, unless it is to be left. A guest that boots soon
+    /// after each change may do so because of the change.
+    fn rebooted(&mut self, index: usize, now: Millis) {
+        let (at, boots) = self.run.made.get(&index).copied().unwrap_or_default();
+        let boots = match now.saturating_sub(at) < SOON {
+            true => boots + 1,
+            false => 0,
+        };
+        self.run.made.insert(index, (at, boots));
+        let name = self.members[index].guest.clone();
+        if self.header.policy.after_reboot == AfterReboot::Leave {
+            self.set(index, State::Released { void: true });
+        } else if boots >= MAX_BOOTS {
+            let text = format!(
+                "guest {name} has booted {boots} times soon after its change, and is left as it is"
+            );
+            self.note("", now, text);
+            self.set(index, State::Released { void: true });
+        } else {
+            for _ in 0..boots * 4 {
+                self.put_off(index, now);
+            }
+            self.members[index].health = None;
+            self.set(index, State::Pending);
+        }
+    }
+
+    /// Schedules the next call for a member after one that failed. Returns the number of
+    /// consecutive calls that failed.
+    pub(super) fn put_off(&mut self, index: usize, now: Millis) -> u32 {
+        let failed = self.run.retries.get(&index).map_or(0, |retry| retry.0);
+        let delay = BACKOFF.saturating_mul(1 << failed.min(20)).min(MAX_BACKOFF);
+        let failed = failed.saturating_add(1);
+        let retry = (failed, now.saturating_add(delay));
+        self.run.retries.insert(index, retry);
+        failed
+    }
+
+    /// Asks the guests of these hosts at once if they have the claims, and repeats what failed on
+    /// them. `None` stands for all guests.
+    pub fn look_again(&mut self, changed: Option<&[Changed]>) {
+        let is_meant = |member: &Member| {
+            changed.is_none_or(|changed| {
+                changed.iter().any(|one| {
+                    let guest = one.guest.as_ref();
+                    // A guest may appear on another host.
+                    guest.map_or(one.host == member.host, |guest| *guest == member.guest)
+                })
+            })
+        };
+        for (index, member) in self.members.iter().enumerate() {
+            if is_meant(member) {
+                self.run.check_now.insert(index);
+                if let Some(retry) = self.run.retries.get_mut(&index) {
+                    retry.1 = 0;
+                }
+            }
+        }
+    }
+
+    /// Forgets which actions are in progress, so that the next step returns them again.
+    pub fn send_all_again(&mut self) {
+        self.run.in_flight.clear();
+        self.run.asked.clear();
+    }
+
+    /// Records the outcome of [`super::Action::RunGate`].
+    pub fn gate_ended(
+        &mut self,
+        wave: usize,
+        gate: usize,
+        asked: Millis,
+        answer: GateAnswer,
+        now: Millis,
+    ) {
+        // The gate may have been asked again since.
+        if wave != self.header.wave || self.run.asked.get(&gate) != Some(&asked) {
+            return;
+        }
+        self.run.asked.remove(&gate);
+        let baked = Phase::Running(Stage::Gating);
+        if ![Phase::Running(Stage::Baking), baked].contains(&self.header.phase) {
+            return;
+        }
+        match answer {
+            GateAnswer::Passed => {
+                self.run.answered.insert(gate, (asked, true));
+                self.run.inconclusive.remove(&gate);
+            }
+            GateAnswer::Failed(why) => self.close(gate, &why, now),
+            GateAnswer::Inconclusive(why) => {
+                self.run.answered.insert(gate, (asked, false));
+                self.is_inconclusive(gate, asked, &why, now);
+            }
+        }
+    }
+
+    /// Waits for a gate that is inconclusive, and pauses the rollout when that takes too long.
+    fn is_inconclusive(&mut self, gate: usize, asked: Millis, why: &str, now: Millis) {
+        let since = *self.run.inconclusive.entry(gate).or_insert(asked);
+        let wave = &self.header.waves[self.header.wave].name;
+        let what = format!("gate {} of wave {wave} is inconclusive", gate + 1);
+        if now.saturating_sub(since) >= self.header.policy.gates[gate].patience_ms {
+            self.enter(Phase::Paused, "", now, &format!("{what}: {why}"));
+        } else if since == asked {
+            self.note("", now, format!("{what}, and asked again: {why}"));
+        }
+    }
+
+    /// Adapts the stored times after the wall clock jumped by `by` milliseconds, so that every wait
+    /// keeps its length. Freezes are wall-clock times and are not adapted.
+    pub fn clock_jumped(&mut self, by: i64) {
+        if let Some(wave) = self.header.waves.get_mut(self.header.wave)
+            && let Some(until) = &mut wave.bakes_until
+        {
+            *until = until.saturating_add_signed(by);
+            self.run.header_changed = true;
+        }
+        for (_, at) in self.run.retries.values_mut() {
+            *at = at.saturating_add_signed(by);
+        }
+        if let Some(from) = &mut self.run.check_from {
+            *from = from.saturating_add_signed(by);
+        }
+        // The answers to what is asked now would not be recognised by their times.
+        self.run.asked.clear();
+        let answered = self.run.answered.values_mut().map(|(asked, _)| asked);
+        let inconclusive = self.run.inconclusive.values_mut();
+        let made = self.run.made.values_mut().map(|(at, _)| at);
+        for at in answered.chain(inconclusive).chain(made) {
+            *at = at.saturating_add_signed(by);
+        }
+    }
+}

@@ -1,0 +1,329 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Tests guests that answer late, in part or not at all, and those that boot again.
+
+use super::super::machine::{MAX_ATTEMPTS, MAX_BACKOFF};
+use std::collections::BTreeSet;
+
+use super::*;
+
+#[test]
+fn the_wave_goes_on_without_a_guest_that_does_not_answer() {
+    let mut rollout = started(&[1], Policy::default());
+    let mut now = 0;
+    for _ in 0..MAX_ATTEMPTS {
+        assert!(matches!(
+            rollout.members()[0].state,
+            State::Pending | State::Claiming { .. }
+        ));
+        assert_eq!(claims(&rollout.step(now)), [0]);
+        assert_eq!(rollout.members()[0].generation, 1, "it is the same call");
+        claimed(&mut rollout, 0, failed(Failure::Unknown), now);
+        now += MAX_BACKOFF;
+    }
+    assert!(matches!(rollout.members()[0].state, State::NotYet { .. }));
+    assert_eq!(claims(&rollout.step(now)), [0]);
+    assert_eq!(rollout.members()[0].generation, 2);
+}
+
+#[test]
+fn abort_does_not_wait_for_an_unknown_outcome_and_ignores_what_comes_late() {
+    let mut rollout = started(&[1, 1], Policy::default());
+    rollout.step(0);
+    rollout.abort("alice", 0);
+    let release = Action::Release {
+        member: 0,
+        generation: 2,
+    };
+    assert_eq!(rollout.step(0).actions, [release.clone()]);
+    rollout.claimed(0, 1, made(1), 0);
+    assert!(matches!(
+        rollout.members()[0].state,
+        State::Releasing { .. }
+    ));
+    assert_eq!(rollout.step(0).actions, [], "it is still in progress");
+    let mut now = 0;
+    for _ in 0..20 {
+        released(&mut rollout, 0, not_released(), now);
+        assert_eq!(rollout.step(now).actions, []);
+        now += MAX_BACKOFF;
+        assert_eq!(rollout.step(now).actions, [release.clone()]);
+    }
+    assert_eq!(rollout.header().phase, Phase::Reverting(End::Aborted));
+    released(&mut rollout, 0, RELEASED, now);
+    rollout.step(now);
+    assert_eq!(rollout.header().phase, Phase::Ended(End::Aborted));
+    assert_eq!(rollout.members()[1].state, State::Pending, "never changed");
+}
+
+/// Checks that a guest that waits for a resume is not taken for one that was never changed.
+#[test]
+fn abort_takes_back_what_a_guest_that_failed_may_have_in_part() {
+    let mut rollout = started(&[1], Policy::default());
+    rollout.step(0);
+    claimed(&mut rollout, 0, failed(Failure::Refused), 0);
+    rollout.pause("alice", 0).expect("runs");
+    rollout.resume("alice", 0).expect("paused");
+    assert_eq!(rollout.members()[0].state, State::Pending);
+    rollout.abort("alice", 0);
+    assert_eq!(releases(&rollout.step(0)), [0]);
+}
+
+#[test]
+fn a_guest_that_is_given_up_ends_the_undo() {
+    let mut rollout = started(&[3], Policy::default());
+    rollout.step(0);
+    claimed(&mut rollout, 0, made(1), 0);
+    claimed(&mut rollout, 1, failed(Failure::Refused), 0);
+    rollout.undo("alice", 0);
+    assert_eq!(releases(&rollout.step(0)), [0, 1, 2]);
+    released(&mut rollout, 0, RELEASED, 0);
+    released(&mut rollout, 1, RELEASED, 0);
+    released(&mut rollout, 2, not_released(), 0);
+    rollout.step(0);
+    assert_eq!(rollout.header().phase, Phase::Reverting(End::Undone));
+    rollout.forget(2, "alice", 1).expect("it does not answer");
+    assert_eq!(rollout.step(1).actions, []);
+    assert_eq!(rollout.header().phase, Phase::Ended(End::Undone));
+    assert!(rollout.header().message.contains("1 forgotten"));
+    assert_eq!(rollout.check_deletable(), Ok(()));
+}
+
+#[test]
+fn a_guest_that_booted_again_is_changed_again_under_the_caps_or_left() {
+    for (after_reboot, leaves) in [(AfterReboot::Again, false), (AfterReboot::Leave, true)] {
+        let caps = Caps {
+            count: Some(1),
+            ..Caps::default()
+        };
+        let policy = Policy {
+            caps,
+            after_reboot,
+            ..Policy::default()
+        };
+        let mut rollout = started(&[3], policy);
+        claim_all(&mut rollout, 0);
+        rollout.step(1000);
+        assert_eq!(rollout.header().phase, Phase::Completed);
+        rollout.look_again(None);
+        let checks = rollout.step(700_000).actions;
+        let check = |member| Action::Check {
+            member,
+            generation: 1,
+        };
+        assert_eq!(checks, [check(0), check(1), check(2)]);
+        rollout.checked(0, 1, Some(("boot-2".to_owned(), false)), 700_000);
+        rollout.checked(1, 1, Some(("boot-2".to_owned(), false)), 700_000);
+        rollout.checked(2, 1, Some(("boot-2".to_owned(), true)), 700_000);
+        let again = claims(&rollout.step(700_000));
+        match leaves {
+            true => {
+                assert!(again.is_empty());
+                let left = State::Released { void: true };
+                assert_eq!(rollout.members()[0].state, left);
+            }
+            false => {
+                assert_eq!(again, [0]);
+                claimed(&mut rollout, 0, made(1), 700_000);
+                assert_eq!(claims(&rollout.step(700_000)), [1]);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_store_that_is_older_than_the_guests_catches_up() {
+    let mut rollout = started(&[1], Policy::default());
+    rollout.step(0);
+    claimed(&mut rollout, 0, ClaimOutcome::Stale { seen: 7 }, 0);
+    assert_eq!(rollout.take_changes().members, [0], "before it is sent");
+    let claim = Action::Claim {
+        member: 0,
+        generation: 8,
+    };
+    assert_eq!(rollout.step(500).actions, [claim]);
+    let seen = u64::MAX;
+    claimed(&mut rollout, 0, ClaimOutcome::Stale { seen }, 500);
+    assert!(
+        rollout.members()[0].generation < u64::MAX,
+        "room for an undo"
+    );
+    claimed(&mut rollout, 0, made(1), 600);
+    rollout.undo("alice", 600);
+    assert_eq!(releases(&rollout.step(600)), [0]);
+}
+
+#[test]
+fn what_failed_is_tried_again_for_ever_and_resume_waits_for_it() {
+    let mut rollout = started(&[2, 1], Policy::default());
+    rollout.step(0);
+    claimed(&mut rollout, 0, failed(Failure::Busy), 0);
+    claimed(&mut rollout, 1, failed(Failure::Refused), 0);
+    let step = rollout.step(0);
+    assert_eq!(rollout.header().phase, Phase::Running(Stage::Baking));
+    assert_eq!((claims(&step), step.wake_at), (vec![], Some(500)));
+    assert_eq!(claims(&rollout.step(500)), [0, 1], "in the bake time too");
+    assert_eq!(rollout.members()[0].generation, 2);
+    claimed(&mut rollout, 0, failed(Failure::Busy), 500);
+    claimed(&mut rollout, 1, made(1), 500);
+    rollout.pause("alice", 600).expect("runs");
+    let paused = claims(&rollout.step(10_000));
+    assert!(paused.is_empty(), "not while it is paused");
+    rollout.resume("alice", 10_000).expect("paused");
+    assert_eq!(claims(&rollout.step(10_000)), [0]);
+    assert_eq!(rollout.header().phase, Phase::Running(Stage::Changing));
+    claimed(&mut rollout, 0, failed(Failure::Refused), 10_000);
+    let mut now = 10_000;
+    for _ in 0..30 {
+        now = now + MAX_BACKOFF + 1;
+        for index in claims(&rollout.step(now)) {
+            let outcome = match index {
+                0 => failed(Failure::Refused),
+                _ => made(1),
+            };
+            claimed(&mut rollout, index, outcome, now);
+        }
+    }
+    assert_eq!(rollout.header().phase, Phase::Completed);
+    let wake = rollout.step(now).wake_at.expect("it is tried again");
+    assert!(wake <= now + MAX_BACKOFF, "{wake}");
+    assert_eq!(claims(&rollout.step(wake)), [0], "after the end too");
+    claimed(&mut rollout, 0, made(3), wake);
+    let as_wanted = |member: &Member| matches!(member.state, State::AsWanted { .. });
+    assert!(rollout.members().iter().all(as_wanted));
+}
+
+/// Checks that a guest that boots after each change is left as it is in the end.
+#[test]
+fn a_guest_that_boots_soon_after_each_change_is_tried_more_slowly_and_then_left() {
+    let mut rollout = started(&[1], Policy::default());
+    let mut now = 0;
+    let mut waits = Vec::new();
+    for boot in 0.. {
+        let generation = rollout.members()[0].generation;
+        let mut wait = 0;
+        while claims(&rollout.step(now)).is_empty() {
+            if matches!(rollout.members()[0].state, State::Released { .. }) {
+                assert_eq!(waits.len(), 3, "{waits:?}");
+                assert!(waits[0] < waits[1] && waits[1] < waits[2], "{waits:?}");
+                let note = rollout.header().timeline.last().expect("noted");
+                assert!(note.text.contains("booted 3 times"), "{note:?}");
+                return;
+            }
+            wait += 100;
+            now += 100;
+            assert!(wait < 400_000, "it is tried again");
+        }
+        waits.push(wait);
+        assert!(rollout.members()[0].generation > generation);
+        claimed(&mut rollout, 0, made(1), now);
+        let generation = rollout.members()[0].generation;
+        let found = Some((format!("boot-{}", boot + 2), false));
+        rollout.checked(0, generation, found, now);
+    }
+}
+
+#[test]
+fn claims_that_have_ended_by_themselves_are_not_made_again() {
+    let mut rollout = started(&[2], Policy::default());
+    rollout.step(0);
+    for index in [0, 1] {
+        let made = ClaimOutcome::Made {
+            boot: "boot-1".to_owned(),
+            pause_us: 1,
+            expires: Some(5000),
+        };
+        claimed(&mut rollout, index, made, 0);
+    }
+    rollout.step(1000);
+    let rebooted = || Some(("boot-2".to_owned(), false));
+    rollout.checked(0, 1, rebooted(), 4000);
+    assert!(
+        claims(&rollout.step(10_000)).is_empty(),
+        "it waited too long"
+    );
+    rollout.checked(1, 1, rebooted(), 10_000);
+    let left = State::Released { void: true };
+    assert!(rollout.members().iter().all(|member| member.state == left));
+}
+
+/// Checks what a driver stores of an undo: the phase first, from which the rest follows.
+#[test]
+fn an_undo_of_which_only_the_header_was_stored_goes_on() {
+    let mut rollout = started(&[2], Policy::default());
+    claim_all(&mut rollout, 0);
+    rollout.take_changes();
+    let members = rollout.members().to_vec();
+    rollout.undo("alice", 0);
+    let stored = Rollout::stored(rollout.header().clone(), members, BTreeSet::default());
+    let mut next = stored.expect("a state that a driver leaves");
+    assert_eq!(releases(&next.step(0)), [0, 1]);
+    assert_eq!(next.take_changes().members, [0, 1]);
+}
+
+#[test]
+fn a_later_member_counts_if_the_earlier_one_was_not_stored_as_superseded() {
+    let mut rollout = started(&[1], Policy::default());
+    claim_all(&mut rollout, 0);
+    rollout.step(1000);
+    let mut members = rollout.members().to_vec();
+    rollout
+        .extend(one_wave, vec![member(0)], "", 1000)
+        .expect("completed");
+    members.push(rollout.members()[1].clone());
+    let stored = Rollout::stored(rollout.header().clone(), members, BTreeSet::default());
+    let mut next = stored.expect("a state that a driver leaves");
+    assert_eq!(next.members()[0].state, State::Superseded);
+    assert_eq!(claims(&next.step(1000)), [1]);
+    assert_eq!(next.members()[1].generation, 2);
+}
+
+/// Checks that guests that do not answer leave room for those that wait for their first call.
+#[test]
+fn retries_take_at_most_half_of_the_cap() {
+    let policy = Policy {
+        caps: Caps {
+            count: Some(2),
+            ..Caps::default()
+        },
+        ..Policy::default()
+    };
+    let mut rollout = started(&[2, 4], policy);
+    rollout.step(0);
+    claimed(&mut rollout, 0, failed(Failure::Refused), 0);
+    claimed(&mut rollout, 1, failed(Failure::Refused), 0);
+    rollout.promote("alice", 0).expect("settled");
+    assert_eq!(claims(&rollout.step(600)), [2, 3]);
+    claimed(&mut rollout, 2, made(1), 600);
+    assert_eq!(claims(&rollout.step(600)), [4], "not 0 and 1");
+}
+
+#[test]
+fn a_guest_that_confirmed_and_knows_nothing_any_more_is_not_taken_for_released() {
+    let mut rollout = started(&[1], Policy::default());
+    claim_all(&mut rollout, 0);
+    rollout.undo("alice", 0);
+    assert_eq!(releases(&rollout.step(0)), [0]);
+    for now in [0, MAX_BACKOFF, 2 * MAX_BACKOFF] {
+        let why = "no record".to_owned();
+        let before = rollout.members()[0].generation;
+        released(&mut rollout, 0, ReleaseOutcome::Unknown { why }, now);
+        assert!(rollout.members()[0].generation > before, "no repeat");
+        assert_eq!(releases(&rollout.step(now + MAX_BACKOFF)), [0]);
+    }
+    rollout.forget(0, "alice", 0).expect("it waits for it");
+    rollout.step(0);
+    assert_eq!(rollout.header().phase, Phase::Ended(End::Undone));
+}
+
+#[test]
+fn a_guest_that_refuses_every_generation_does_not_hold_up_the_wave() {
+    let mut rollout = started(&[1], Policy::default());
+    let mut now = 0;
+    for seen in 1..=u64::from(MAX_ATTEMPTS) {
+        assert_eq!(claims(&rollout.step(now)), [0]);
+        let seen = seen * 100;
+        claimed(&mut rollout, 0, ClaimOutcome::Stale { seen }, now);
+        now += MAX_BACKOFF;
+    }
+    assert!(matches!(rollout.members()[0].state, State::NotYet { .. }));
+}
