@@ -122,6 +122,19 @@ pub fn build_benchmark(package: &str, target: &str) -> Result<Vec<TestBinary>> {
     executables(cargo("bench").args(arguments))
 }
 
+/// Builds the simulation of a fleet in the release profile.
+pub fn build_simulation() -> Result<Vec<TestBinary>> {
+    let arguments = [
+        "--no-run",
+        "--release",
+        "--package",
+        "patchbay-fleet",
+        "--test",
+        "simulation",
+    ];
+    executables(cargo("test").args(arguments))
+}
+
 /// Returns all executables, except those of `others` whose target `first` already has in another
 /// profile. Several executables of one suite stay, because a library and a program may share the
 /// suite's name.

@@ -21,6 +21,7 @@ mod kernel_tree;
 mod package;
 mod package_trial;
 mod root_disk;
+mod simulate;
 mod stock;
 mod stubs;
 mod test;
@@ -73,6 +74,15 @@ enum Task {
         /// Stop after this many seconds
         #[arg(long, value_name = "N", default_value_t = 60)]
         seconds: u64,
+    },
+    /// Run the simulation of a fleet with faults; the tests include a short run of it
+    Simulate {
+        /// The number of seeds [default: 10000, or 1 with --seed]
+        #[arg(long, value_name = "N")]
+        seeds: Option<u64>,
+        /// The first seed; a single one prints its events
+        #[arg(long, value_name = "S")]
+        seed: Option<u64>,
     },
     /// Run a command in an emulated computer with working KVM that sees this machine's files
     Lab {
@@ -194,6 +204,7 @@ fn run(task: Task) -> Result<ExitCode> {
         }
         Task::Bench { name, arguments } => bench::run(name.as_deref(), &arguments),
         Task::Fuzz { target, seconds } => fuzz::run(target.as_deref(), seconds),
+        Task::Simulate { seeds, seed } => simulate::run(seed, seeds),
         Task::Stubs => {
             stubs::write()?;
             Ok(ExitCode::SUCCESS)

@@ -14,7 +14,34 @@ pub use self::discovery::{Discovered, discovered_after, found, found_after};
 pub use self::log::GuestLog;
 pub use self::rings::GuestRings;
 
+use patchbay_proto::v1;
+use tonic::{Request, Status};
+
+use crate::api::claims;
 use crate::keys::{Keys, Registry};
+
+/// Replaces the claims of an owner as the service does for a call, without a socket.
+///
+/// # Errors
+/// The status that a client gets.
+pub async fn set_claims(
+    keys: &Keys,
+    request: Request<v1::SetClaimsRequest>,
+    principal: &str,
+) -> Result<v1::SetClaimsResponse, Status> {
+    Ok(claims::set(keys, request, principal.into()).await?)
+}
+
+/// Lists claims as the service does for a call, without a socket.
+///
+/// # Errors
+/// The status that a client gets.
+pub async fn list_claims(
+    keys: &Keys,
+    request: v1::ListClaimsRequest,
+) -> Result<v1::ListClaimsResponse, Status> {
+    Ok(claims::list(keys, request).await?)
+}
 
 /// Returns the registry of a service that was started.
 #[must_use]

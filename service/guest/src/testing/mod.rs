@@ -377,6 +377,11 @@ impl InMemoryGuest {
         }
     }
 
+    /// Sets the number that the boots of the guest are counted from.
+    pub fn set_boot(&self, boot: u64) {
+        self.boot.store(boot, Ordering::SeqCst);
+    }
+
     /// Returns a generation that no registration has had.
     pub fn next_generation(&self) -> u64 {
         self.generation.fetch_add(1, Ordering::SeqCst) + 1

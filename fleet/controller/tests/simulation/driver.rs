@@ -1,0 +1,409 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A driver of the rollout: step, save, send. It can be killed or stopped between any two of them,
+//! as `runner::Running::run` can.
+
+use std::collections::VecDeque;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use patchbay_fleet::plan::Asks;
+use patchbay_fleet::rollout::{Action, GateAnswer, Health, Millis, NotLegal, Rollout};
+use patchbay_fleet::runner::Command;
+use patchbay_fleet::runner::guests::{Answered, Outcome, check, claim, release};
+use patchbay_fleet::spec::Spec;
+use patchbay_fleet::storage;
+use patchbay_fleet::store::{Fence, StoreError, Write, commit_all};
+
+use super::store::Fault;
+use super::world::{Event, World};
+
+/// The time between two attempts to reach the store.
+const STORE_RETRY: Millis = 500;
+
+type Task = Pin<Box<dyn Future<Output = Outcome> + Send>>;
+
+pub enum Input {
+    Outcome(Outcome),
+    Command(Command),
+    /// The registry has changed.
+    Look,
+}
+
+pub enum Stage {
+    Idle,
+    /// The step was made at this time, and is not saved.
+    Stepped {
+        actions: Vec<Action>,
+        at: Millis,
+    },
+    /// The store did not answer, so the writes are made again.
+    Saving {
+        actions: Vec<Action>,
+        at: Millis,
+        writes: Vec<Write>,
+    },
+    Sending {
+        actions: VecDeque<Action>,
+    },
+}
+
+pub struct Driver {
+    pub id: u32,
+    pub fence: Fence,
+    pub rollout: Rollout,
+    spec: Arc<Spec>,
+    stage: Stage,
+    pub inbox: VecDeque<Input>,
+    tasks: Vec<Task>,
+    /// The commands whose effects are not saved yet.
+    replies: Vec<(Command, Result<(), NotLegal>)>,
+    wake_at: Option<Millis>,
+    /// It does nothing before this time.
+    pub stopped_until: Millis,
+    /// It notices at this time that it does not lead any more.
+    pub ends_at: Option<Millis>,
+}
+
+impl Driver {
+    pub fn new(id: u32, fence: Fence, rollout: Rollout, spec: Spec) -> Self {
+        Self {
+            id,
+            fence,
+            rollout,
+            spec: Arc::new(spec),
+            stage: Stage::Idle,
+            inbox: VecDeque::new(),
+            tasks: Vec::new(),
+            replies: Vec::new(),
+            wake_at: Some(0),
+            stopped_until: 0,
+            ends_at: None,
+        }
+    }
+
+    /// Runs the calls as far as their answers allow.
+    fn poll(&mut self) {
+        let mut context = Context::from_waker(Waker::noop());
+        let inbox = &mut self.inbox;
+        self.tasks
+            .retain_mut(|task| match task.as_mut().poll(&mut context) {
+                Poll::Ready(outcome) => {
+                    inbox.push_back(Input::Outcome(outcome));
+                    false
+                }
+                Poll::Pending => true,
+            });
+    }
+
+    /// Takes the inputs that go into one step. Returns whether there are any.
+    fn take_inputs(&mut self, now: Millis) -> bool {
+        let Some(first) = self.inbox.pop_front() else {
+            return false;
+        };
+        match first {
+            Input::Outcome(outcome) => {
+                outcome.report(&mut self.rollout, now);
+                while let Some(Input::Outcome(_)) = self.inbox.front() {
+                    if let Some(Input::Outcome(outcome)) = self.inbox.pop_front() {
+                        outcome.report(&mut self.rollout, now);
+                    }
+                }
+            }
+            Input::Command(command) => {
+                let result = command
+                    .clone()
+                    .apply(&mut self.rollout, &self.spec, "person", now);
+                self.replies.push((command, result));
+            }
+            Input::Look => self.rollout.look_again(None),
+        }
+        true
+    }
+}
+
+impl World {
+    /// Lets a driver go on by one part of its loop.
+    pub fn drive(&mut self, id: u32) {
+        let Some(mut driver) = self.drivers.remove(&id) else {
+            return;
+        };
+        if self.now < driver.stopped_until {
+            self.drivers.insert(id, driver);
+            return;
+        }
+        if driver.ends_at.is_some_and(|at| at <= self.now) {
+            self.trace(|| format!("driver {id} has lost its lease and ends"));
+            return;
+        }
+        driver.poll();
+        self.dispatch(id);
+        let is_idle = matches!(driver.stage, Stage::Idle);
+        let is_due = driver.wake_at.is_some_and(|at| at <= self.now);
+        if is_idle && driver.inbox.is_empty() && !is_due {
+            self.drivers.insert(id, driver);
+            return;
+        }
+        if self.is_hit(&mut driver) {
+            return;
+        }
+        if self.now >= driver.stopped_until && !self.proceed(&mut driver) {
+            self.leader = self.leader.filter(|leader| *leader != id);
+            return;
+        }
+        let at = match driver.stage {
+            Stage::Idle if driver.inbox.is_empty() => driver.wake_at,
+            Stage::Saving { .. } => Some(self.now + STORE_RETRY),
+            _ => Some(self.now),
+        };
+        if let Some(at) = at {
+            self.schedule_at(at.max(driver.stopped_until), Event::Drive(id));
+        }
+        self.drivers.insert(id, driver);
+    }
+
+    /// Kills or stops the driver at random. Returns whether it is killed.
+    fn is_hit(&mut self, driver: &mut Driver) -> bool {
+        if Some(driver.id) != self.leader {
+            return false;
+        }
+        let stage = match driver.stage {
+            Stage::Idle => "before a step",
+            Stage::Stepped { .. } => "between step and save",
+            Stage::Saving { .. } => "while it saves",
+            Stage::Sending { .. } => "between save and send",
+        };
+        if self.strikes("driver killed", self.rates.kill_driver) {
+            self.trace(|| format!("driver {} is killed {stage}", driver.id));
+            self.leader = None;
+            let wait = self.rng.u64(1_000..15_000);
+            self.schedule(wait, Event::Elect);
+            return true;
+        }
+        if self.strikes("driver stopped", self.rates.stop_driver) {
+            let most = if self.rng.bool() { 60_000 } else { 1_500_000 };
+            let time = self.rng.u64(5_000..most);
+            self.trace(|| format!("driver {} is stopped for {time} ms {stage}", driver.id));
+            driver.stopped_until = self.now + time;
+            let lease = self.rng.u64(10_000..20_000);
+            if time > lease {
+                self.schedule(lease, Event::Elect);
+            }
+        }
+        false
+    }
+
+    /// Makes the next part of the loop. Returns false if the driver ends.
+    fn proceed(&mut self, driver: &mut Driver) -> bool {
+        let now = self.now;
+        driver.stage = match std::mem::replace(&mut driver.stage, Stage::Idle) {
+            Stage::Idle => {
+                driver.take_inputs(now);
+                let step = driver.rollout.step(now);
+                driver.wake_at = step.wake_at;
+                Stage::Stepped {
+                    actions: step.actions,
+                    at: now,
+                }
+            }
+            Stage::Stepped { actions, at } => {
+                let writes = storage::changed(&mut driver.rollout);
+                return self.save(driver, actions, at, writes);
+            }
+            Stage::Saving {
+                actions,
+                at,
+                writes,
+            } => {
+                return self.save(driver, actions, at, writes);
+            }
+            Stage::Sending { mut actions } => match actions.pop_front() {
+                Some(action) => {
+                    self.perform(driver, action);
+                    driver.poll();
+                    self.dispatch(driver.id);
+                    Stage::Sending { actions }
+                }
+                None => Stage::Idle,
+            },
+        };
+        true
+    }
+
+    fn save(
+        &mut self,
+        driver: &mut Driver,
+        actions: Vec<Action>,
+        at: Millis,
+        writes: Vec<Write>,
+    ) -> bool {
+        if !writes.is_empty() {
+            if self.strikes("store not reached", self.rates.store) {
+                let fault = if self.rng.bool() {
+                    Fault::Applied
+                } else {
+                    Fault::NotApplied
+                };
+                self.store.fail(fault);
+            }
+            let saved = commit_all(self.store.as_ref(), &driver.fence, &writes);
+            match self.runtime.block_on(saved) {
+                Ok(()) => self.check_saved(&driver.rollout, at),
+                Err(StoreError::Unavailable(_)) => {
+                    driver.stage = Stage::Saving {
+                        actions,
+                        at,
+                        writes,
+                    };
+                    return true;
+                }
+                Err(error) => {
+                    self.count("save of a deposed driver refused");
+                    self.trace(|| format!("driver {} ends: {error}", driver.id));
+                    return false;
+                }
+            }
+        }
+        for (command, result) in driver.replies.drain(..) {
+            self.trace(|| format!("{command:?} is answered: {result:?}"));
+            if result.is_ok() {
+                self.oracle.answered(&command);
+            }
+        }
+        driver.stage = Stage::Sending {
+            actions: actions.into(),
+        };
+        true
+    }
+
+    fn perform(&mut self, driver: &mut Driver, action: Action) {
+        self.trace(|| format!("driver {} performs {action:?}", driver.id));
+        self.check_action(&driver.rollout, &action);
+        let header = driver.rollout.header();
+        let (rollout, owner, created) = (header.name.clone(), header.owner(), header.created);
+        let (spec, network) = (Arc::clone(&driver.spec), self.network.clone());
+        let member = |index: usize| driver.rollout.members()[index].clone();
+        match action {
+            Action::Claim {
+                member: index,
+                generation,
+            } => {
+                let member = member(index);
+                driver.tasks.push(Box::pin(async move {
+                    let asks = Asks {
+                        rollout,
+                        owner,
+                        created,
+                        spec: &spec,
+                    };
+                    let (outcome, moved) = claim(&network, &asks, &member, generation).await;
+                    Outcome::Claim(Answered {
+                        member: index,
+                        generation,
+                        outcome,
+                        moved,
+                    })
+                }));
+            }
+            Action::Release {
+                member: index,
+                generation,
+            } => {
+                let member = member(index);
+                driver.tasks.push(Box::pin(async move {
+                    let asks = Asks {
+                        rollout,
+                        owner,
+                        created,
+                        spec: &spec,
+                    };
+                    let (outcome, moved) = release(&network, &asks, &member, generation).await;
+                    Outcome::Release(Answered {
+                        member: index,
+                        generation,
+                        outcome,
+                        moved,
+                    })
+                }));
+            }
+            Action::Check {
+                member: index,
+                generation,
+            } => {
+                let member = member(index);
+                driver.tasks.push(Box::pin(async move {
+                    let found = check(&network, &owner, &member).await;
+                    Outcome::Checked {
+                        member: index,
+                        generation,
+                        found,
+                    }
+                }));
+            }
+            Action::Observe { member, generation } => {
+                let health = match self.strikes("agent does not report", self.rates.gate) {
+                    true => Err("no report".to_owned()),
+                    false => Ok(Health::default()),
+                };
+                let outcome = Outcome::Observed {
+                    member,
+                    generation,
+                    health,
+                };
+                self.hand_in(driver.id, outcome);
+            }
+            Action::RunGate { wave, gate, asked } => {
+                let answer = match self.strikes("gate failed", self.rates.gate) {
+                    true => GateAnswer::Failed("closed".to_owned()),
+                    false if self.strikes("gate inconclusive", self.rates.gate) => {
+                        GateAnswer::Inconclusive("no answer".to_owned())
+                    }
+                    false => GateAnswer::Passed,
+                };
+                let outcome = Outcome::Gate {
+                    wave,
+                    gate,
+                    asked,
+                    answer,
+                };
+                self.hand_in(driver.id, outcome);
+            }
+        }
+    }
+
+    /// Lets a driver get an outcome after a short time.
+    fn hand_in(&mut self, driver: u32, outcome: Outcome) {
+        let wait = self.rng.u64(1..2_000);
+        self.schedule(wait, Event::Input(driver, Input::Outcome(outcome)));
+    }
+
+    /// Gives the lead to another driver, which loads the rollout from the store.
+    pub fn elect(&mut self) {
+        let former = self.leader.and_then(|id| self.drivers.get_mut(&id));
+        if let Some(former) = former {
+            if former.stopped_until <= self.now {
+                return;
+            }
+            former.ends_at = Some(former.stopped_until + self.rng.u64(0..30_000));
+            self.count("driver deposed while stopped");
+        }
+        let fence = self.new_fence();
+        let loaded = self.runtime.block_on(storage::load(self.store.as_ref()));
+        let mut loaded = loaded.expect("it is reached");
+        assert_eq!(loaded.unreadable, [], "every record can be read");
+        let (rollout, spec) = loaded.rollouts.pop().expect("one rollout");
+        let id = self.drivers_made;
+        self.drivers_made += 1;
+        self.trace(|| {
+            format!(
+                "driver {id} leads, the rollout is {:?}",
+                rollout.header().phase
+            )
+        });
+        self.drivers
+            .insert(id, Driver::new(id, fence, rollout, spec));
+        self.leader = Some(id);
+        self.schedule(0, Event::Drive(id));
+    }
+}

@@ -1,0 +1,366 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A guest in memory with the real service code, which a fault can kill at any write of its ledger.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use patchbay_fleet::rollout::{Millis, Want};
+use patchbay_guest::guest::Guest as _;
+use patchbay_guest::memory::GuestRam;
+use patchbay_guest::requests::GuestRequests;
+use patchbay_guest::testing::{InMemoryGuest, TestKey};
+use patchbay_proto::v1;
+use patchbay_service::keys::claims::LedgerFile;
+use patchbay_service::keys::{KernelTables, Keys, KeysConfig, Registry};
+use patchbay_service::testing::{ManualClock, found, list_claims, set_claims};
+use tokio::runtime::Runtime;
+use tonic::{Request, Status};
+
+/// The keys of every guest.
+pub const KEYS: [&str; 3] = ["alpha", "beta", "gamma"];
+/// The principal of the controllers' calls.
+pub const CONTROLLER: &str = "controller";
+/// The principal of the other owners.
+const OTHER: &str = "uid:7";
+
+/// The kernel's requests are not served, because services find the kernel.
+struct Unserved;
+
+impl GuestRequests for Unserved {
+    fn attach(&self, _: GuestRam) {}
+
+    fn request(&self, _: u32, _: u64) -> i32 {
+        0
+    }
+}
+
+/// The time at which the service is killed during a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kill {
+    Never,
+    /// The change is announced in the ledger, and no byte of the guest is changed.
+    BeforeChange,
+    /// The guest is changed, and the outcome is not in the ledger.
+    AfterChange,
+    /// The outcome is in the ledger, and no answer is sent.
+    BeforeAnswer,
+}
+
+/// The contents of the ledger during the latest pause.
+#[derive(Default)]
+struct Copies {
+    is_armed: bool,
+    path: PathBuf,
+    at_pause: Option<Vec<u8>>,
+    at_resume: Option<Vec<u8>>,
+}
+
+struct Service {
+    keys: Keys,
+    registry: Arc<Registry>,
+    thread: JoinHandle<()>,
+}
+
+pub struct Guest {
+    pub name: String,
+    /// The host that has it; `None` while it moves.
+    pub host: Option<String>,
+    /// The host that has it, or will.
+    pub home: String,
+    /// Another guest of the same name as one of the rollout's.
+    pub is_namesake: bool,
+    pub vm: Arc<InMemoryGuest>,
+    /// The counts of the keys at boot.
+    pub original: BTreeMap<&'static str, i32>,
+    /// The number of boots.
+    pub boots: u32,
+    /// The boot in which the early claims were made last.
+    pub claimed_in: u32,
+    /// The keys that the guest has changed since it booted.
+    pub changed: BTreeSet<&'static str>,
+    /// The ON and OFF claims that another owner makes as soon as the guest has booted.
+    pub early: BTreeMap<&'static str, Want>,
+    /// The claims of other owners, by owner.
+    pub others: BTreeMap<&'static str, BTreeMap<&'static str, Want>>,
+    generation: u64,
+    tables: KernelTables,
+    service: Option<Service>,
+    clock: Arc<ManualClock>,
+    shown: Millis,
+    copies: Arc<Mutex<Copies>>,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Guest {
+    /// Boots a guest whose service keeps its ledger in this folder.
+    pub fn boot(
+        name: &str,
+        host: &str,
+        number: u64,
+        original: BTreeMap<&'static str, i32>,
+        folder: &Path,
+    ) -> Self {
+        let vm = InMemoryGuest::named(Arc::new(Unserved), name);
+        vm.set_boot(number << 16);
+        vm.run(&keys(&original));
+        let copies = Arc::new(Mutex::new(Copies {
+            path: folder.join(format!("{number}.ledger")),
+            ..Copies::default()
+        }));
+        let at = Arc::clone(&copies);
+        vm.on_pause(move || locked(&at).copy(|copies| &mut copies.at_pause));
+        let at = Arc::clone(&copies);
+        vm.on_resume(move || locked(&at).copy(|copies| &mut copies.at_resume));
+        let _ = std::fs::remove_file(&locked(&copies).path);
+        let mut guest = Self {
+            name: name.to_owned(),
+            host: Some(host.to_owned()),
+            home: host.to_owned(),
+            is_namesake: false,
+            tables: found(&vm),
+            vm,
+            original,
+            boots: 1,
+            claimed_in: 0,
+            changed: BTreeSet::new(),
+            early: BTreeMap::new(),
+            others: BTreeMap::new(),
+            generation: 0,
+            service: None,
+            clock: ManualClock::new(),
+            shown: 0,
+            copies,
+        };
+        guest.start();
+        guest
+    }
+
+    /// Starts the service, which adopts the ledger of the one before it.
+    pub fn start(&mut self) {
+        if self.service.is_some() {
+            return;
+        }
+        let registry = Arc::new(Registry::default());
+        registry.attach(self.vm.ram().clone());
+        registry
+            .register_kernel(self.tables.clone())
+            .expect("taken");
+        let ledger = LedgerFile::open(&locked(&self.copies).path, "monitor").expect("opens");
+        let config = KeysConfig {
+            ledger: Some(ledger),
+            clock: Arc::<ManualClock>::clone(&self.clock),
+            ..KeysConfig::default()
+        };
+        let vm = Arc::clone(&self.vm);
+        let (keys, thread) = Keys::start(vm, Arc::clone(&registry), config).expect("a thread");
+        self.service = Some(Service {
+            keys,
+            registry,
+            thread,
+        });
+    }
+
+    /// Ends the service.
+    pub fn stop(&mut self) {
+        if let Some(service) = self.service.take() {
+            drop(service.keys);
+            service.thread.join().expect("the executor does not panic");
+        }
+    }
+
+    pub fn is_served(&self) -> bool {
+        self.service.is_some()
+    }
+
+    /// Boots the guest again. Its service goes on if `in_place`, and is started again otherwise.
+    pub fn reboot(&mut self, in_place: bool) {
+        assert_eq!(self.vm.register(&keys(&self.original)), 0);
+        self.tables = found(&self.vm);
+        self.boots += 1;
+        self.changed.clear();
+        self.others.clear();
+        match &self.service {
+            Some(service) if in_place => {
+                let tables = self.tables.clone();
+                service.registry.register_kernel(tables).expect("taken");
+            }
+            _ => self.stop(),
+        }
+    }
+
+    /// Changes a key as the guest's own code does.
+    pub fn change(&mut self, key: &'static str, count: i32) {
+        self.vm.set_count(key, count);
+        self.changed.insert(key);
+    }
+
+    pub fn counts(&self) -> BTreeMap<&'static str, i32> {
+        KEYS.map(|key| (key, self.vm.count(key))).into()
+    }
+
+    /// Sets the service's clock.
+    fn show(&mut self, runtime: &Runtime, now: Millis) {
+        self.clock.advance(Duration::from_millis(now - self.shown));
+        self.shown = now;
+        if let Some(service) = &self.service {
+            runtime.block_on(service.keys.tick()).expect("it runs");
+        }
+    }
+
+    /// Makes a call to the service, which must run. `in_no_time` gives it no time for the change.
+    pub fn set_claims(
+        &mut self,
+        runtime: &Runtime,
+        now: Millis,
+        principal: &str,
+        request: v1::SetClaimsRequest,
+        in_no_time: bool,
+        kill: Kill,
+    ) -> Result<v1::SetClaimsResponse, Status> {
+        self.show(runtime, now);
+        let before = self.counts();
+        {
+            let mut copies = locked(&self.copies);
+            copies.is_armed = kill != Kill::Never;
+            (copies.at_pause, copies.at_resume) = (None, None);
+        }
+        let mut request = Request::new(request);
+        if in_no_time {
+            let time = "0n".parse().expect("a value");
+            request.metadata_mut().insert("grpc-timeout", time);
+        }
+        let service = self.service.as_ref().expect("it runs");
+        let answer = runtime.block_on(set_claims(&service.keys, request, principal));
+        if kill == Kill::Never {
+            return answer;
+        }
+        self.stop();
+        let mut copies = locked(&self.copies);
+        let (at_pause, at_resume) = (copies.at_pause.take(), copies.at_resume.take());
+        let ledger = match kill {
+            Kill::BeforeChange => at_pause,
+            Kill::AfterChange => at_resume,
+            Kill::Never | Kill::BeforeAnswer => None,
+        };
+        if let Some(ledger) = ledger {
+            std::fs::write(&copies.path, ledger).expect("room");
+            if kill == Kill::BeforeChange {
+                for (key, count) in before {
+                    self.vm.set_count(key, count);
+                }
+            }
+        }
+        Err(Status::unavailable("the connection ended"))
+    }
+
+    /// Returns the claims of an owner, and the guest's boot. The service must run.
+    pub fn claims(
+        &mut self,
+        runtime: &Runtime,
+        now: Millis,
+        owner: &str,
+    ) -> Result<v1::ListClaimsResponse, Status> {
+        self.show(runtime, now);
+        let service = self.service.as_ref().expect("it runs");
+        let request = v1::ListClaimsRequest {
+            owner: owner.to_owned(),
+            ..v1::ListClaimsRequest::default()
+        };
+        runtime.block_on(list_claims(&service.keys, request))
+    }
+
+    /// Replaces the claims of another owner, and remembers those that are made.
+    pub fn claim_as(
+        &mut self,
+        runtime: &Runtime,
+        now: Millis,
+        owner: &'static str,
+        wants: &BTreeMap<&'static str, Want>,
+    ) {
+        self.generation += 1;
+        let claims = wants.iter().map(|(key, want)| v1::KeyClaim {
+            key: (*key).to_owned(),
+            want: match want {
+                Want::On => v1::ClaimWant::On,
+                Want::Off => v1::ClaimWant::Off,
+                Want::Held => v1::ClaimWant::Held,
+            }
+            .into(),
+            ..v1::KeyClaim::default()
+        });
+        let request = v1::SetClaimsRequest {
+            owner: owner.to_owned(),
+            generation: self.generation,
+            claims: claims.collect(),
+            ..v1::SetClaimsRequest::default()
+        };
+        let answer = self.set_claims(runtime, now, OTHER, request, false, Kill::Never);
+        let results = answer.expect("the other owner is served").results;
+        let is_made = |key: &str| {
+            let result = results.iter().find(|result| result.key == key);
+            result.is_some_and(|result| result.state() != v1::ClaimState::Refused)
+        };
+        let made = wants.iter().filter(|(key, _)| is_made(key));
+        let made = made.map(|(key, want)| (*key, *want)).collect();
+        self.others.insert(owner, made);
+    }
+
+    /// Returns the count that a key has if the rollout wants this of it. `is_newest` tells whether
+    /// the rollout's claim was made after all others.
+    pub fn expected(&self, key: &'static str, wanted: Option<Want>, is_newest: bool) -> i32 {
+        let other = |owner: &str| {
+            self.others
+                .get(owner)
+                .and_then(|wants| wants.get(key))
+                .copied()
+        };
+        let mut stack = vec![other(EARLY), other(LATE)];
+        stack.insert(if is_newest { 2 } else { 1 }, wanted);
+        let stack = || stack.iter().flatten();
+        let original = self.original[key];
+        let base = match stack().rfind(|want| **want != Want::Held) {
+            Some(Want::Off) => 0,
+            Some(_) => original.max(1),
+            None => original,
+        };
+        let holder = other(HOLDER);
+        let held = stack().chain(&holder).filter(|want| **want == Want::Held);
+        base + i32::try_from(held.count()).expect("few")
+    }
+}
+
+/// The owner of claims that are older than the rollout's.
+pub const EARLY: &str = "person/early";
+/// The owner of ON and OFF claims that may be newer than the rollout's.
+pub const LATE: &str = "person/late";
+/// The owner of HELD claims.
+pub const HOLDER: &str = "person/holder";
+
+impl Copies {
+    fn copy(&mut self, to: fn(&mut Self) -> &mut Option<Vec<u8>>) {
+        if self.is_armed {
+            let bytes = std::fs::read(&self.path).ok();
+            *to(self) = bytes;
+        }
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn keys(original: &BTreeMap<&'static str, i32>) -> Vec<TestKey> {
+    let key = |name: &&'static str| TestKey {
+        count: original[name],
+        ..TestKey::new(name, 1)
+    };
+    KEYS.iter().map(key).collect()
+}

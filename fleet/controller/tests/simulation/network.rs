@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The calls of drivers. A call is sent when its future is first polled, and the world delivers it
+//! and its answer, or loses them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::future::{Future, poll_fn};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
+
+use patchbay_fleet::runner::guests::Calls;
+use patchbay_proto::v1;
+use tonic::{Code, Status};
+use tonic_types::{ErrorDetails, StatusExt};
+
+/// A request on its way to a host.
+#[derive(Clone, Debug)]
+pub enum Call {
+    SetClaims(v1::SetClaimsRequest),
+    Boot { guest: String, owner: String },
+}
+
+#[derive(Clone, Debug)]
+pub enum Answer {
+    SetClaims(Box<v1::SetClaimsResponse>),
+    Boot(String, bool),
+}
+
+#[derive(Clone, Debug)]
+pub struct Sent {
+    pub id: u64,
+    pub host: String,
+    pub call: Call,
+}
+
+#[derive(Default)]
+struct Content {
+    next: u64,
+    sent: Vec<Sent>,
+    answers: BTreeMap<u64, Result<Answer, Status>>,
+    /// The hosts of each guest, according to the registry.
+    places: BTreeMap<String, BTreeSet<String>>,
+}
+
+/// One end of the network, which all drivers share.
+#[derive(Clone, Default)]
+pub struct Network(Arc<Mutex<Content>>);
+
+impl Network {
+    fn content(&self) -> MutexGuard<'_, Content> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the calls that were sent since the last time.
+    pub fn take_sent(&self) -> Vec<Sent> {
+        std::mem::take(&mut self.content().sent)
+    }
+
+    pub fn answer(&self, id: u64, answer: Result<Answer, Status>) {
+        self.content().answers.insert(id, answer);
+    }
+
+    /// Sets the hosts that have a guest of this name, according to the registry.
+    pub fn register(&self, guest: &str, hosts: BTreeSet<String>) {
+        self.content().places.insert(guest.to_owned(), hosts);
+    }
+
+    fn call(&self, host: &str, call: Call) -> impl Future<Output = Result<Answer, Status>> + Send {
+        let (network, host) = (self.clone(), host.to_owned());
+        async move {
+            let id = {
+                let mut content = network.content();
+                content.next += 1;
+                let id = content.next;
+                content.sent.push(Sent { id, host, call });
+                id
+            };
+            poll_fn(|_| match network.content().answers.remove(&id) {
+                Some(answer) => Poll::Ready(answer),
+                None => Poll::Pending,
+            })
+            .await
+        }
+    }
+}
+
+impl Calls for Network {
+    async fn set_claims(
+        &self,
+        host: &str,
+        request: v1::SetClaimsRequest,
+    ) -> Result<v1::SetClaimsResponse, Status> {
+        match self.call(host, Call::SetClaims(request)).await? {
+            Answer::SetClaims(answer) => Ok(*answer),
+            Answer::Boot(..) => unreachable!("answers have the kind of their calls"),
+        }
+    }
+
+    async fn boot(&self, host: &str, guest: &str, owner: &str) -> Result<(String, bool), Status> {
+        let (guest, owner) = (guest.to_owned(), owner.to_owned());
+        match self.call(host, Call::Boot { guest, owner }).await? {
+            Answer::Boot(boot, has_claims) => Ok((boot, has_claims)),
+            Answer::SetClaims(_) => unreachable!("answers have the kind of their calls"),
+        }
+    }
+
+    fn elsewhere(&self, host: &str, guest: &str) -> Vec<String> {
+        let content = self.content();
+        let hosts = content.places.get(guest).into_iter().flatten();
+        hosts.filter(|other| *other != host).cloned().collect()
+    }
+}
+
+/// Returns the answer of a host that does not have the guest.
+pub fn not_found(guest: &str) -> Status {
+    let metadata = std::collections::HashMap::new();
+    let domain = patchbay_proto::ERROR_DOMAIN;
+    let details = ErrorDetails::with_error_info("GUEST_NOT_FOUND", domain, metadata);
+    Status::with_error_details(Code::NotFound, format!("no guest {guest}"), details)
+}
+
+/// Returns the status of a call that had no answer in time.
+pub fn timed_out() -> Status {
+    Status::deadline_exceeded("no answer")
+}
+
+/// Returns the status of a call that could not be sent.
+pub fn refused() -> Status {
+    Status::unavailable("connection refused")
+}

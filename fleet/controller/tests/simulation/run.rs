@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: Apache-2.0
+//! One run: a fleet is drawn, faults happen for some time, and then everything must come to rest.
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::sync::Arc;
+
+use patchbay_fleet::rollout::{
+    AfterReboot, AgentLimits, Caps, Claim, ErrorsOf, Freeze, Header, KeySet, Member, Millis,
+    OnFailure, Phase, Plan, Policy, Rollout, State, Want, Wave, WaveGate, WaveGateKind,
+};
+use patchbay_fleet::storage;
+use patchbay_fleet::store::commit_all;
+
+use super::faults::{HOSTS, WINDOW, WORLD_FAULTS};
+use super::guest::{Guest, KEYS};
+use super::people::Deed;
+use super::world::{Event, World};
+
+const SPEC: &str =
+    "selector: {guests: [\"*\"]}\nclaims: [{want: on, keys: [alpha]}]\nwaves: [{size: rest}]\n";
+/// The time after which everything is at rest: the longest delay of a repeat, and of a check.
+const REST: Millis = 1_000_000;
+/// The time in which an undo ends.
+const UNDO: Millis = 1_000_000;
+
+/// The course of a run.
+pub struct Ran {
+    pub faults: BTreeMap<&'static str, u64>,
+    pub events: Vec<String>,
+    /// The promise that was broken.
+    pub broken: Option<String>,
+}
+
+/// Makes the run of a seed. Ledgers lie in this folder.
+pub fn run(seed: u64, folder: &Path, keeps_events: bool) -> Ran {
+    let mut world = World::new(seed, keeps_events);
+    let ran = catch_unwind(AssertUnwindSafe(|| {
+        world.set_up(folder);
+        world.play();
+    }));
+    let broken = ran.err().map(|why| {
+        let text = why.downcast_ref::<String>().cloned();
+        let text = text.or_else(|| why.downcast_ref::<&str>().map(|text| (*text).to_owned()));
+        text.unwrap_or_else(|| "a panic".to_owned())
+    });
+    Ran {
+        faults: std::mem::take(&mut world.faults),
+        events: world.events.take().unwrap_or_default(),
+        broken,
+    }
+}
+
+impl World {
+    fn set_up(&mut self, folder: &Path) {
+        let guests = self.rng.usize(1..=4);
+        for index in 0..guests {
+            let host = HOSTS[self.rng.usize(0..2)];
+            self.add_guest(&format!("g{index}"), host, folder);
+        }
+        if self.rng.u32(0..4) == 0 {
+            let host = if self.guests[0].home == "h0" {
+                "h1"
+            } else {
+                "h0"
+            };
+            self.add_guest("g0", host, folder);
+            self.guests[guests].is_namesake = true;
+        }
+        self.register();
+        let (header, members) = self.draw_rollout(guests);
+        let mut rollout = Rollout::new(header, members);
+        let fence = self.new_fence();
+        let writes = storage::planned(&mut rollout, SPEC).expect("it is small");
+        let saved = commit_all(self.store.as_ref(), &fence, &writes);
+        self.runtime.block_on(saved).expect("the store is reached");
+        self.elect();
+    }
+
+    fn add_guest(&mut self, name: &str, host: &str, folder: &Path) {
+        let number = self.guests.len() as u64 + 1;
+        let original = KEYS.map(|key| (key, i32::from(self.rng.u32(0..4) == 0)));
+        let mut guest = Guest::boot(name, host, number, original.into(), folder);
+        for key in KEYS {
+            let want = match self.rng.u32(0..6) {
+                0 => Want::On,
+                1 if guest.original[key] == 0 => Want::Off,
+                _ => continue,
+            };
+            guest.early.insert(key, want);
+        }
+        self.guests.push(guest);
+        self.claim_early(self.guests.len() - 1);
+    }
+
+    fn draw_rollout(&mut self, guests: usize) -> (Header, Vec<Member>) {
+        let boots: Vec<String> = (0..guests).map(|index| self.boot_of(index)).collect();
+        let wants = [Want::On, Want::Off, Want::Held];
+        let mut claims = Vec::new();
+        for key in KEYS {
+            if self.rng.bool() || key == KEYS[0] {
+                let want = wants[self.rng.usize(0..3)];
+                claims.push(Claim {
+                    key: key.to_owned(),
+                    want,
+                });
+            }
+        }
+        let keys = u32::try_from(claims.len()).expect("few");
+        let set = Arc::new(KeySet::new(claims, vec![]));
+        let member = |(guest, boot): (&Guest, &String)| Member {
+            host: guest.home.clone(),
+            guest: guest.name.clone(),
+            domain: guest.home.clone(),
+            plan: Plan {
+                keys,
+                sites: keys,
+                predicted_pause_us: 20,
+                set: Arc::clone(&set),
+            },
+            health: None,
+            generation: 0,
+            boot: boot.clone(),
+            is_confirmed: false,
+            expires: None,
+            state: State::Pending,
+        };
+        let members: Vec<Member> = self.guests.iter().zip(&boots).map(member).collect();
+        let mut waves = Vec::new();
+        let mut first = 0;
+        while first < guests {
+            let count = self.rng.usize(1..=guests - first);
+            let bake_ms = self.rng.u64(0..60_000);
+            let name = (waves.len() + 1).to_string();
+            waves.push(Wave {
+                name,
+                first,
+                count,
+                bake_ms,
+                bakes_until: None,
+                is_added: false,
+                is_taken_back: false,
+            });
+            first += count;
+        }
+        let header = Header {
+            name: "r".to_owned(),
+            digest: "d".to_owned(),
+            waves,
+            policy: self.draw_policy(),
+            members: guests,
+            run: "0".to_owned(),
+            ..Header::default()
+        };
+        (header, members)
+    }
+
+    /// Returns a guest's boot, as a validation tells it.
+    pub fn boot_of(&mut self, index: usize) -> String {
+        let claims = self.guests[index].claims(&self.runtime, self.now, "");
+        claims.expect("served").boot
+    }
+
+    fn draw_policy(&mut self) -> Policy {
+        // A budget between them would make the run depend on the time of a pause.
+        let budget_us = if self.rng.bool() { 0 } else { 60_000_000 };
+        let kinds = [
+            WaveGateKind::Errors {
+                max_percent: 30,
+                of: ErrorsOf::Wave,
+            },
+            WaveGateKind::PauseP99 { budget_us },
+            WaveGateKind::Command {
+                argv: vec!["x".to_owned()],
+                timeout_ms: 1_000,
+            },
+            WaveGateKind::AgentHealth {
+                limits: AgentLimits::default(),
+                timeout_ms: 1_000,
+            },
+        ];
+        let mut gates = Vec::new();
+        for kind in kinds {
+            if self.rng.u32(0..4) == 0 {
+                let on_failure = match self.rng.bool() {
+                    true => OnFailure::Pause,
+                    false => OnFailure::Abort,
+                };
+                gates.push(WaveGate {
+                    kind,
+                    on_failure,
+                    interval_ms: 60_000,
+                    patience_ms: 600_000,
+                });
+            }
+        }
+        let mut freezes = Vec::new();
+        if self.rng.u32(0..4) == 0 {
+            let from = self.now + self.rng.u64(0..WINDOW);
+            let until = from + self.rng.u64(1..300_000);
+            freezes.push(Freeze {
+                from,
+                until,
+                reason: String::new(),
+            });
+        }
+        let mut cap = || Some(self.rng.u32(1..3)).filter(|_| self.rng.bool());
+        let caps = Caps {
+            count: cap(),
+            percent: None,
+            per_domain: cap(),
+        };
+        let after_reboot = match self.rng.u32(0..4) {
+            0 => AfterReboot::Leave,
+            _ => AfterReboot::Again,
+        };
+        Policy {
+            min_success: usize::from(self.rng.bool()),
+            caps,
+            gates,
+            freezes,
+            approvals: 1,
+            after_reboot,
+        }
+    }
+
+    fn play(&mut self) {
+        let begin = self.now;
+        let start = self.rng.u64(100..5_000);
+        self.schedule(start, Event::Deed(Deed::Start));
+        let kinds = self.rng.u32(0..1 << WORLD_FAULTS.len());
+        let most = [4, 12, 40][self.rng.usize(0..3)];
+        for _ in 0..self.rng.u32(0..most) {
+            let kind = self.rng.usize(0..WORLD_FAULTS.len());
+            if kinds >> kind & 1 == 1 {
+                let at = self.rng.u64(0..WINDOW);
+                self.schedule(at, Event::Fault(WORLD_FAULTS[kind]));
+            }
+        }
+        const DEEDS: [Deed; 15] = [
+            Deed::Start,
+            Deed::Pause,
+            Deed::Resume,
+            Deed::Resume,
+            Deed::Promote,
+            Deed::Abort,
+            Deed::Undo,
+            Deed::Forget,
+            Deed::Extend,
+            Deed::Extend,
+            Deed::Adopt,
+            Deed::Hurry,
+            Deed::Hurry,
+            Deed::Hold,
+            Deed::Decide,
+        ];
+        for _ in 0..self.rng.u32(0..12) {
+            let deed = DEEDS[self.rng.usize(0..DEEDS.len())];
+            let at = self.rng.u64(0..WINDOW);
+            self.schedule(at, Event::Deed(deed));
+        }
+        self.run_until(begin + WINDOW);
+        self.calm();
+        self.run_until(self.now + 2);
+        self.run_on();
+        self.rest(REST);
+        let rollout = self.stored();
+        self.check_rest(&rollout);
+        if !matches!(rollout.header().phase, Phase::Planned) {
+            self.act(Deed::Undo);
+            self.rest(UNDO);
+            self.forget_lost();
+            self.run_until(self.now + 1_000);
+            let rollout = self.stored();
+            let phase = rollout.header().phase;
+            let states: Vec<&State> = rollout.members().iter().map(|one| &one.state).collect();
+            assert!(
+                matches!(phase, Phase::Ended(_)),
+                "the undo does not end: {phase:?}, {states:?}"
+            );
+            self.check_rest(&rollout);
+        }
+    }
+
+    /// Runs on for this time, and until every request has reached its host.
+    fn rest(&mut self, time: Millis) {
+        self.run_until(self.now + time);
+        while self.under_way > 0 {
+            self.run_until(self.now + time);
+        }
+    }
+
+    /// Returns the rollout that is stored.
+    fn stored(&mut self) -> Rollout {
+        let loaded = self.runtime.block_on(storage::load(self.store.as_ref()));
+        let mut loaded = loaded.expect("the store is reached");
+        assert_eq!(loaded.unreadable, [], "every record can be read");
+        loaded.rollouts.pop().expect("one rollout").0
+    }
+}
