@@ -17,7 +17,7 @@
 extern crate self as patchbay_fleet;
 
 pub mod api;
-mod clock;
+pub mod clock;
 pub mod controller;
 pub mod drift;
 mod gates;

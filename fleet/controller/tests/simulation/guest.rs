@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use patchbay_fleet::clock::timestamp;
 use patchbay_fleet::rollout::{Millis, Want};
 use patchbay_guest::guest::Guest as _;
 use patchbay_guest::memory::GuestRam;
@@ -298,6 +299,8 @@ impl Guest {
             owner: owner.to_owned(),
             generation: self.generation,
             claims: claims.collect(),
+            // The late claims have the time at which they are made.
+            made_at: (owner == EARLY).then(|| timestamp(CREATED - 1)),
             ..v1::SetClaimsRequest::default()
         };
         let answer = self.set_claims(runtime, now, OTHER, request, false, Kill::Never);
@@ -337,6 +340,8 @@ impl Guest {
 
 /// The owner of claims that are older than the rollout's.
 pub const EARLY: &str = "person/early";
+/// The time at which the rollout was planned, which orders its claims after the early ones.
+pub const CREATED: Millis = 1000;
 /// The owner of ON and OFF claims that may be newer than the rollout's.
 pub const LATE: &str = "person/late";
 /// The owner of HELD claims.

@@ -14,7 +14,7 @@ use patchbay_fleet::storage;
 use patchbay_fleet::store::commit_all;
 
 use super::faults::{HOSTS, WINDOW, WORLD_FAULTS};
-use super::guest::{Guest, KEYS};
+use super::guest::{CREATED, Guest, KEYS};
 use super::people::Deed;
 use super::world::{Event, World};
 
@@ -149,6 +149,7 @@ impl World {
             digest: "d".to_owned(),
             waves,
             policy: self.draw_policy(),
+            created: CREATED,
             members: guests,
             run: "0".to_owned(),
             ..Header::default()
