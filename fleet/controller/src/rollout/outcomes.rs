@@ -119,7 +119,8 @@ impl Rollout {
     }
 
     /// Continues after the generation that the guest has seen. The guest may report any number, so
-    /// the number is limited to half of the range, which leaves room for later generations.
+    /// the number is limited to half of the range, which leaves room for later generations. Returns
+    /// the number of consecutive calls that failed.
     fn catch_up(&mut self, index: usize, seen: u64, now: Millis) -> u32 {
         let failed = self.put_off(index, now);
         let generation = &mut self.members[index].generation;
@@ -233,7 +234,9 @@ impl Rollout {
         for (index, member) in self.members.iter().enumerate() {
             if is_meant(member) {
                 self.run.check_now.insert(index);
-                if let Some(retry) = self.run.retries.get_mut(&index) {
+                // A guest that boots after each change registers each time, and has to wait.
+                let boots = self.run.made.get(&index).map_or(0, |made| made.1);
+                if let Some(retry) = self.run.retries.get_mut(&index).filter(|_| boots == 0) {
                     retry.1 = 0;
                 }
             }
@@ -272,13 +275,13 @@ impl Rollout {
             GateAnswer::Failed(why) => self.close(gate, &why, now),
             GateAnswer::Inconclusive(why) => {
                 self.run.answered.insert(gate, (asked, false));
-                self.is_inconclusive(gate, asked, &why, now);
+                self.wait_for_gate(gate, asked, &why, now);
             }
         }
     }
 
     /// Waits for a gate that is inconclusive, and pauses the rollout when that takes too long.
-    fn is_inconclusive(&mut self, gate: usize, asked: Millis, why: &str, now: Millis) {
+    fn wait_for_gate(&mut self, gate: usize, asked: Millis, why: &str, now: Millis) {
         let since = *self.run.inconclusive.entry(gate).or_insert(asked);
         let wave = &self.header.waves[self.header.wave].name;
         let what = format!("gate {} of wave {wave} is inconclusive", gate + 1);

@@ -393,6 +393,9 @@ impl World {
         let mut loaded = loaded.expect("it is reached");
         assert_eq!(loaded.unreadable, [], "every record can be read");
         let (rollout, spec) = loaded.rollouts.pop().expect("one rollout");
+        // A driver may have been killed after the store took its change, and before it knew.
+        let generations = rollout.members().iter().map(|member| member.generation);
+        self.oracle.generations = generations.collect();
         let id = self.drivers_made;
         self.drivers_made += 1;
         self.trace(|| {

@@ -13,7 +13,7 @@ use super::world::World;
 #[derive(Default)]
 pub struct Oracle {
     /// The generations of the members that are stored.
-    generations: Vec<u64>,
+    pub generations: Vec<u64>,
     is_reverted: bool,
     forgotten: BTreeSet<usize>,
     /// The latest generation that was answered, by guest and boot.

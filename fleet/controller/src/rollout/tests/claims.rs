@@ -219,6 +219,8 @@ fn a_guest_that_boots_soon_after_each_change_is_tried_more_slowly_and_then_left(
         let generation = rollout.members()[0].generation;
         let found = Some((format!("boot-{}", boot + 2), false));
         rollout.checked(0, generation, found, now);
+        // The guest registers.
+        rollout.look_again(None);
     }
 }
 
