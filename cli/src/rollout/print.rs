@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Prints rollouts for people.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
 use super::view::{
-    Deleted, DriftReport, Explanation, Host, ReviewedRollout, Rollout, RolloutGuest, UNREADABLE,
-    Wave,
+    Deleted, DriftReport, Explanation, Host, LeftOutKeys, ReviewedRollout, Rollout, RolloutGuest,
+    UNREADABLE, Wave,
 };
 use crate::print::{Printable, Rows, counted, or_dash};
 use crate::view::time;
@@ -84,6 +84,25 @@ impl Printable for Rollout {
     }
 }
 
+/// Returns the keys that the patterns match and that are not claimed, by reason: those of the guest
+/// with the most of them.
+fn left_out(rollout: &Rollout) -> BTreeMap<&str, &LeftOutKeys> {
+    let mut most: BTreeMap<&str, &LeftOutKeys> = BTreeMap::new();
+    for keys in rollout.guests.iter().flat_map(|guest| &guest.left_out) {
+        let reason = match keys.reason.as_str() {
+            "KEY_GUARDED" => "guarded",
+            "KEY_SEALED" => "sealed",
+            "KEY_NEVER" => "never changed",
+            other => other,
+        };
+        let known = most.entry(reason).or_insert(keys);
+        if known.count < keys.count {
+            *known = keys;
+        }
+    }
+    most
+}
+
 impl Printable for ReviewedRollout {
     fn table(&self) -> String {
         let rollout = &self.0;
@@ -120,6 +139,14 @@ impl Printable for ReviewedRollout {
                 more => format!(" and {more} more"),
             };
             let _ = writeln!(text, "  tracepoints: {}{more}", shown.join(", "));
+        }
+        for (reason, keys) in left_out(rollout) {
+            let more = match keys.count as usize - keys.names.len().min(keys.count as usize) {
+                0 => String::new(),
+                more => format!(" and {more} more"),
+            };
+            let names = keys.names.join(", ");
+            let _ = writeln!(text, "  not claimed, {reason}: {names}{more}");
         }
         let skipped = rollout
             .guests

@@ -56,6 +56,16 @@ pub struct RolloutGuest {
     pub pause_us: Option<u64>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tracepoints: Vec<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub left_out: Vec<LeftOutKeys>,
+}
+
+/// Keys that the spec's patterns match and that are not claimed, for one reason.
+#[derive(Debug, PartialEq, Serialize)]
+pub struct LeftOutKeys {
+    pub reason: String,
+    pub count: u32,
+    pub names: Vec<String>,
 }
 
 impl RolloutGuest {
@@ -202,6 +212,15 @@ impl From<v1::RolloutGuest> for RolloutGuest {
             sites: guest.sites,
             pause_us: guest.pause.map(micros),
             tracepoints: guest.tracepoints,
+            left_out: guest
+                .left_out
+                .into_iter()
+                .map(|keys| LeftOutKeys {
+                    reason: keys.reason,
+                    count: keys.count,
+                    names: keys.names,
+                })
+                .collect(),
         }
     }
 }

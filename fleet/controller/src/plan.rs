@@ -15,11 +15,14 @@ use sha2::{Digest, Sha256};
 use crate::clock::timestamp;
 use crate::hosts::{self, CallError, Host, Hosts};
 use crate::rollout::{
-    Claim, Header, KeySet, KeySets, Member, Millis, Phase, Plan, Rollout, State, TimelineEntry,
-    Tracepoint, Want, Wave, bounded,
+    Claim, Header, KeySet, KeySets, LeftOut, Member, Millis, Phase, Plan, Rollout, State,
+    TimelineEntry, Tracepoint, Want, Wave, bounded,
 };
 use crate::spec::{ClaimOf, Selector, Size, Spec};
 
+/// The maximum number of reasons for which a guest may leave keys out, and of names for each.
+const MAX_REASONS: usize = 8;
+const MAX_NAMES: usize = 10;
 /// The maximum length of a key's name that a monitor may report.
 const MAX_KEY_BYTES: usize = 512;
 /// The maximum length of a guest's name that a host may report.
@@ -365,12 +368,25 @@ fn planned(
             "the monitor's digest {digest} is not that of the keys it names; see the monitor's log"
         ));
     }
+    let left_out = answer.left_out.into_iter().take(MAX_REASONS);
+    let left_out = left_out.map(|keys| LeftOut {
+        reason: bounded(&keys.reason),
+        count: keys.count,
+        names: keys
+            .names
+            .iter()
+            .take(MAX_NAMES)
+            .map(|name| bounded(name))
+            .collect(),
+    });
+    let left_out = left_out.collect();
     let pause = answer.predicted_pause.unwrap_or_default();
     let pause_us = pause.seconds.saturating_mul(1_000_000);
     let pause_us = pause_us.saturating_add(i64::from(pause.nanos / 1000));
     Ok(Plan {
         keys: changed,
         sites: answer.sites_patched,
+        left_out,
         predicted_pause_us: u64::try_from(pause_us).unwrap_or(0),
         set: Arc::new(set),
     })

@@ -139,6 +139,16 @@ pub fn guest(header: &Header, index: usize, member: &Member) -> v1::RolloutGuest
         sites: member.plan.sites,
         predicted_pause: Some(duration(member.plan.predicted_pause_us)),
         pause: pause.map(duration),
+        left_out: member
+            .plan
+            .left_out
+            .iter()
+            .map(|keys| v1::LeftOutKeys {
+                reason: keys.reason.clone(),
+                count: keys.count,
+                names: keys.names.clone(),
+            })
+            .collect(),
         tracepoints: member
             .plan
             .set

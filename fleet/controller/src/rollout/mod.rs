@@ -67,6 +67,6 @@ pub use self::policy::{
     AfterReboot, AgentLimits, Caps, ErrorsOf, Freeze, OnFailure, Policy, WaveGate, WaveGateKind,
 };
 pub use self::state::{
-    Changes, End, Failure, Header, Health, Member, Millis, Phase, Plan, Rollout, Stage, State,
-    TimelineEntry, Wave,
+    Changes, End, Failure, Header, Health, LeftOut, Member, Millis, Phase, Plan, Rollout, Stage,
+    State, TimelineEntry, Wave,
 };

@@ -113,6 +113,15 @@ impl State {
     }
 }
 
+/// Keys that the spec's patterns match and that are not claimed, for one reason.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeftOut {
+    pub reason: String,
+    pub count: u32,
+    /// The names of some of them.
+    pub names: Vec<String>,
+}
+
 /// The claims on a guest, and their effect as a validation predicted it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
@@ -120,6 +129,7 @@ pub struct Plan {
     pub keys: u32,
     pub sites: u32,
     pub predicted_pause_us: u64,
+    pub left_out: Vec<LeftOut>,
     /// The set is stored in a record of its own.
     #[serde(skip)]
     pub set: Arc<KeySet>,

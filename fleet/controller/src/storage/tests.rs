@@ -6,8 +6,9 @@ mod samples;
 
 use super::*;
 use crate::rollout::{
-    AfterReboot, AgentLimits, Caps, End, ErrorsOf, Failure, Freeze, Health, KeySet, OnFailure,
-    Phase, Plan, Policy, Stage, State, TimelineEntry, Tracepoint, Wave, WaveGate, WaveGateKind,
+    AfterReboot, AgentLimits, Caps, End, ErrorsOf, Failure, Freeze, Health, KeySet, LeftOut,
+    OnFailure, Phase, Plan, Policy, Stage, State, TimelineEntry, Tracepoint, Wave, WaveGate,
+    WaveGateKind,
 };
 use crate::store::{EmbeddedStore, Transaction};
 

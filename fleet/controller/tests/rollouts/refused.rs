@@ -138,3 +138,20 @@ async fn guests_that_no_wave_includes_are_left_out_and_say_so() {
     };
     assert!(rollout.members()[1..].iter().all(is_told));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_plan_names_the_keys_that_patterns_leave_out() {
+    let fleet = Fleet::start(1, 1).await;
+    let replica = fleet.replica("one");
+    let leads = replica.lead().await;
+    let text = spec("waves: [{size: rest}]").replace("[alpha]", "[alpha, \"g*\"]");
+    let running = leads.plan("net", &text, "alice").await.expect("planned");
+    let rollout = running.rollout();
+    let [guarded] = &rollout.members()[0].plan.left_out[..] else {
+        panic!("{:?}", rollout.members());
+    };
+    assert_eq!((&*guarded.reason, guarded.count), ("KEY_GUARDED", 1));
+    assert_eq!(guarded.names, ["guarded"]);
+    let claims = rollout.members()[0].plan.set.claims();
+    assert!(claims.iter().all(|claim| claim.key != "guarded"));
+}

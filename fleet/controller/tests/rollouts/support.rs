@@ -63,6 +63,7 @@ impl Fleet {
             guest.run(&[
                 TestKey::new("alpha", 1),
                 TestKey::new("beta", 2),
+                TestKey::guarded("guarded"),
                 TestKey::tracepoint("sched_switch", true),
                 TestKey::tracepoint("sched_waking", true),
                 TestKey::tracepoint("sched_wakeup", false),

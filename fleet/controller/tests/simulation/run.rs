@@ -117,6 +117,7 @@ impl World {
                 keys,
                 sites: keys,
                 predicted_pause_us: 20,
+                left_out: vec![],
                 set: Arc::clone(&set),
             },
             health: None,

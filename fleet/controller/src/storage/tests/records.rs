@@ -63,6 +63,11 @@ fn samples(run: &str) -> Vec<Rollout> {
             keys: 2,
             sites: 5,
             predicted_pause_us: 90,
+            left_out: vec![LeftOut {
+                reason: "KEY_GUARDED".to_owned(),
+                count: 1,
+                names: vec!["gamma".to_owned()],
+            }],
             set: Arc::clone(&set),
         };
         member.generation = 4;
