@@ -2,6 +2,7 @@
 //! Makes a planned rollout from a spec. It selects guests, validates the claims on their keys, and
 //! divides them into waves.
 
+mod asks;
 mod tracepoints;
 
 use std::collections::BTreeMap;
@@ -12,19 +13,13 @@ use patchbay_proto::text::hex;
 use patchbay_proto::v1;
 use sha2::{Digest, Sha256};
 
-use crate::clock::timestamp;
+pub use self::asks::{Asks, not_made};
 use crate::hosts::{self, CallError, Host, Hosts};
 use crate::rollout::{
-    Claim, Header, KeySet, KeySets, LeftOut, Member, Millis, Phase, Plan, Rollout, State,
-    TimelineEntry, Tracepoint, Want, Wave, bounded,
+    Claim, Header, KeySets, Member, Millis, Phase, Rollout, State, TimelineEntry, Wave, bounded,
 };
-use crate::spec::{ClaimOf, Selector, Size, Spec};
+use crate::spec::{Selector, Size, Spec};
 
-/// The maximum number of reasons for which a guest may leave keys out, and of names for each.
-const MAX_REASONS: usize = 8;
-const MAX_NAMES: usize = 10;
-/// The maximum length of a key's name that a monitor may report.
-const MAX_KEY_BYTES: usize = 512;
 /// The maximum length of a guest's name that a host may report.
 const MAX_GUEST_BYTES: usize = 253;
 /// The maximum number of guests that are asked at the same time. Each host has its own limit too.
@@ -192,221 +187,6 @@ async fn with_kernel(
     })
 }
 
-/// Builds the requests of a rollout.
-pub struct Asks<'s> {
-    pub rollout: String,
-    /// The owner of the claims.
-    pub owner: String,
-    /// The time at which the rollout was planned, which orders its claims among those of others.
-    pub created: Millis,
-    pub spec: &'s Spec,
-}
-
-impl Asks<'_> {
-    /// Validates the claims on the guest's keys, which changes nothing. Returns the member with the
-    /// host's value of the label in `spread_over`.
-    pub async fn validate(&self, host: &Host, guest: &str, generation: u64) -> (Member, String) {
-        let spec = self.spec;
-        let label = |label: &String| host.config.labels.get(label).cloned().unwrap_or_default();
-        let domain = spec.max_concurrent.per_domain.as_ref();
-        let mut member = Member {
-            host: host.config.name.clone(),
-            guest: guest.to_owned(),
-            domain: domain
-                .map(|domain| label(&domain.label))
-                .unwrap_or_default(),
-            plan: Plan::default(),
-            health: None,
-            generation: 0,
-            boot: String::new(),
-            is_confirmed: false,
-            expires: None,
-            state: State::Pending,
-        };
-        match self.ask(host, guest, generation).await {
-            Ok((plan, boot)) => (member.plan, member.boot) = (plan, boot),
-            Err(why) => {
-                let why = bounded(&why);
-                member.state = State::Skipped { why };
-            }
-        }
-        (
-            member,
-            spec.spread_over.as_ref().map(label).unwrap_or_default(),
-        )
-    }
-
-    /// Returns the plan for the guest and the guest's boot, or the reason why the guest is left
-    /// out.
-    async fn ask(
-        &self,
-        host: &Host,
-        guest: &str,
-        generation: u64,
-    ) -> Result<(Plan, String), String> {
-        let tracepoints = tracepoints::select(host, self.spec, guest).await?;
-        let of_keys = self.spec.claims.0.iter();
-        let of_keys = of_keys.filter(|claim| claim.of == ClaimOf::Keys);
-        let of_keys = of_keys.map(|claim| v1::KeyClaim {
-            patterns: claim.patterns.clone(),
-            want: want(claim.want).into(),
-            ..v1::KeyClaim::default()
-        });
-        let of_tracepoints = tracepoints.iter().map(|(state, tracepoint)| v1::KeyClaim {
-            key: tracepoint.key.clone(),
-            want: want(*state).into(),
-            ..v1::KeyClaim::default()
-        });
-        let request = v1::SetClaimsRequest {
-            validate_only: true,
-            ..self.request(guest, generation, of_keys.chain(of_tracepoints).collect())
-        };
-        let answer = host.set_claims(request).await;
-        let answer = answer.map_err(|status| CallError::new(&status).why)?;
-        let boot = bounded(&answer.boot);
-        Ok((planned(answer, tracepoints)?, boot))
-    }
-
-    /// Returns the request that makes a member's claims in the boot that the rollout knows. A guest
-    /// that boots again forgets the generations that it has seen, so that without the boot it would
-    /// make the claims of a late call.
-    pub fn claim(&self, member: &Member, generation: u64) -> v1::SetClaimsRequest {
-        let set = &member.plan.set;
-        let claims = set.claims().iter().map(|claim| v1::KeyClaim {
-            key: claim.key.clone(),
-            want: want(claim.want).into(),
-            ..v1::KeyClaim::default()
-        });
-        v1::SetClaimsRequest {
-            intent_digest: set.intent_digest().to_owned(),
-            boot: member.boot.clone(),
-            ..self.request(&member.guest, generation, claims.collect())
-        }
-    }
-
-    /// Returns the request that ends a member's claims.
-    pub fn release(&self, guest: &str, generation: u64) -> v1::SetClaimsRequest {
-        self.request(guest, generation, vec![])
-    }
-
-    fn request(
-        &self,
-        guest: &str,
-        generation: u64,
-        claims: Vec<v1::KeyClaim>,
-    ) -> v1::SetClaimsRequest {
-        let ttl = self.spec.ttl.filter(|_| !claims.is_empty());
-        let ttl = ttl.map(|ttl| prost_types::Duration {
-            seconds: i64::try_from(ttl.0.as_secs()).unwrap_or(i64::MAX),
-            nanos: i32::try_from(ttl.0.subsec_nanos()).unwrap_or(0),
-        });
-        v1::SetClaimsRequest {
-            guest: guest.to_owned(),
-            owner: self.owner.clone(),
-            generation,
-            claims,
-            ttl,
-            made_at: Some(timestamp(self.created)),
-            reason: self.reason(),
-            ..v1::SetClaimsRequest::default()
-        }
-    }
-
-    /// Returns the reason of the claims, in one line and cut to 256 bytes.
-    fn reason(&self) -> String {
-        let one_line = self.spec.reason.replace(char::is_control, " ");
-        let mut reason = format!("rollout {}: {one_line}", self.rollout);
-        while reason.len() > 256 {
-            reason.pop();
-        }
-        reason
-    }
-}
-
-fn want(want: Want) -> v1::ClaimWant {
-    match want {
-        Want::On => v1::ClaimWant::On,
-        Want::Off => v1::ClaimWant::Off,
-        Want::Held => v1::ClaimWant::Held,
-    }
-}
-
-/// Returns the plan that a validation describes, or the reason why the guest is left out.
-fn planned(
-    answer: v1::SetClaimsResponse,
-    tracepoints: Vec<(Want, Tracepoint)>,
-) -> Result<Plan, String> {
-    let mut claims = Vec::with_capacity(answer.results.len());
-    let mut changed = 0_u32;
-    for result in &answer.results {
-        let want = match result.want() {
-            v1::ClaimWant::On => Want::On,
-            v1::ClaimWant::Off => Want::Off,
-            v1::ClaimWant::Held => Want::Held,
-            // A claim of an earlier set, which this set ends.
-            v1::ClaimWant::Unspecified => continue,
-        };
-        if let Some(why) = not_made(result) {
-            return Err(why);
-        }
-        // No key has another name. A line of the digest's text could be made of one.
-        let is_name = result.key.bytes().all(|byte| byte.is_ascii_graphic());
-        if result.key.is_empty() || result.key.len() > MAX_KEY_BYTES || !is_name {
-            return Err("the monitor names a malformed key; see the monitor's log".to_owned());
-        }
-        changed += u32::from(result.count_before != result.count_after);
-        let key = result.key.clone();
-        claims.push(Claim { key, want });
-    }
-    let set = KeySet::new(
-        claims,
-        tracepoints.into_iter().map(|(_, one)| one).collect(),
-    );
-    if set.intent_digest() != answer.intent_digest {
-        let digest = &answer.intent_digest;
-        return Err(format!(
-            "the monitor's digest {digest} is not that of the keys it names; see the monitor's log"
-        ));
-    }
-    let left_out = answer.left_out.into_iter().take(MAX_REASONS);
-    let left_out = left_out.map(|keys| LeftOut {
-        reason: bounded(&keys.reason),
-        count: keys.count,
-        names: keys
-            .names
-            .iter()
-            .take(MAX_NAMES)
-            .map(|name| bounded(name))
-            .collect(),
-    });
-    let left_out = left_out.collect();
-    let pause = answer.predicted_pause.unwrap_or_default();
-    let pause_us = pause.seconds.saturating_mul(1_000_000);
-    let pause_us = pause_us.saturating_add(i64::from(pause.nanos / 1000));
-    Ok(Plan {
-        keys: changed,
-        sites: answer.sites_patched,
-        left_out,
-        predicted_pause_us: u64::try_from(pause_us).unwrap_or(0),
-        set: Arc::new(set),
-    })
-}
-
-/// Returns the reason why a key does not have the claimed state; `None` if it has.
-pub fn not_made(result: &v1::ClaimResult) -> Option<String> {
-    let state = match result.state() {
-        v1::ClaimState::Made => return None,
-        v1::ClaimState::HeldByOthers => "HELD_BY_OTHERS",
-        v1::ClaimState::Missing => "MISSING",
-        v1::ClaimState::Void => "VOID",
-        v1::ClaimState::Refused | v1::ClaimState::Unspecified => match &*result.reason {
-            "" => "REFUSED",
-            reason => reason,
-        },
-    };
-    Some(format!("key {}: {state}: {}", result.key, result.message))
-}
-
 /// Orders members so that consecutive members take all values of the label in turn.
 fn spread(members: Vec<(Member, String)>) -> Vec<Member> {
     let mut turns: BTreeMap<String, u32> = BTreeMap::new();
@@ -516,7 +296,9 @@ pub fn overlap(one: &[Member], other: &[Member]) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use super::asks::planned;
     use super::*;
+    use crate::rollout::{KeySet, Plan, Want};
 
     fn spec(waves: &str) -> Spec {
         let rest = "selector: {guests: [\"*\"]}\nclaims: [{want: held, keys: [a]}]\nwaves: ";

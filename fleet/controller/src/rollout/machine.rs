@@ -4,8 +4,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::gates;
-use super::policy::{OnFailure, WaveGateKind};
 use super::state::{
     Changes, End, Failure, Header, Member, Millis, Phase, Rollout, Run, Stage, State, TimelineEntry,
 };
@@ -53,7 +51,7 @@ pub struct Step {
 }
 
 impl Step {
-    fn wake(&mut self, at: Millis) {
+    pub(super) fn wake(&mut self, at: Millis) {
         self.wake_at = Some(self.wake_at.map_or(at, |earlier| earlier.min(at)));
     }
 }
@@ -260,7 +258,7 @@ impl Rollout {
     }
 
     /// Wants nothing of a wave's guests any more.
-    fn release_wave(&mut self, wave: usize) {
+    pub(super) fn release_wave(&mut self, wave: usize) {
         let name = self.header.waves[wave].name.clone();
         for index in self.header.waves[wave].members() {
             self.release(index);
@@ -390,17 +388,6 @@ impl Rollout {
         *generation
     }
 
-    fn change_wave(&mut self, now: Millis) {
-        if self.header.wave >= self.header.waves.len() {
-            self.enter(Phase::Completed, "", now, "completed");
-        } else if self.is_settled() {
-            self.run.asked.clear();
-            self.run.answered.clear();
-            self.run.inconclusive.clear();
-            self.enter(Phase::Running(Stage::Baking), "", now, "");
-        }
-    }
-
     /// Asks the guests that have the claims if they still do: all at an interval, and those that
     /// may have changed at once.
     fn check(&mut self, now: Millis, step: &mut Step) {
@@ -428,146 +415,6 @@ impl Rollout {
                 self.send(Action::Check { member, generation }, member, now, step);
             }
         }
-    }
-
-    /// Returns whether the rollout waits for no member of the waves that have begun.
-    pub(super) fn is_settled(&self) -> bool {
-        let is_open = |member: &Member| {
-            matches!(
-                member.state,
-                State::Pending | State::Claiming { again: false }
-            )
-        };
-        let has_wave = self.header.wave < self.header.waves.len();
-        has_wave && !self.members[self.reached()].iter().any(is_open)
-    }
-
-    fn bake(&mut self, now: Millis, step: &mut Step) {
-        let wave = &mut self.header.waves[self.header.wave];
-        let end = now.saturating_add(wave.bake_ms);
-        // A stored end after this one means that the clock was set back.
-        let until = match wave.bakes_until {
-            Some(until) if until <= end => until,
-            _ => {
-                wave.bakes_until = Some(end);
-                self.run.header_changed = true;
-                end
-            }
-        };
-        if now >= until {
-            self.enter(Phase::Running(Stage::Gating), "", now, "");
-        } else if self.evaluate(now, step).is_some() {
-            step.wake(until);
-        }
-    }
-
-    /// Begins the next wave once every gate has passed after the bake time.
-    fn gate(&mut self, now: Millis, step: &mut Step) {
-        let wave = &self.header.waves[self.header.wave];
-        let (from, members) = (wave.bakes_until.unwrap_or(0), wave.members());
-        let Some(external) = self.evaluate(now, step) else {
-            return;
-        };
-        let has_passed = |gate: &usize| {
-            let answer = self.run.answered.get(gate);
-            answer.is_some_and(|&(asked, passed)| passed && asked >= from)
-        };
-        if !external.iter().all(has_passed) {
-            return;
-        }
-        let wanted = self.header.policy.min_success;
-        if let Some(why) = gates::too_few(wanted, &self.members[members]) {
-            let text = format!("wave {}: {why}", self.header.waves[self.header.wave].name);
-            self.enter(Phase::Paused, "", now, &text);
-            return;
-        }
-        self.enter(Phase::Running(Stage::Changing), "", now, "");
-        self.next_wave(now);
-    }
-
-    /// Evaluates the gates, and asks those that need external information when they are due.
-    /// Returns these gates, or `None` if a gate is closed.
-    fn evaluate(&mut self, now: Millis, step: &mut Step) -> Option<Vec<usize>> {
-        if let Some((gate, why)) = self.closed_gate(|_| true) {
-            self.close(gate, &why, now);
-            return None;
-        }
-        let wave = self.header.wave;
-        let bakes_until = self.header.waves[wave].bakes_until.unwrap_or(0);
-        let mut external = Vec::new();
-        for (index, gate) in self.header.policy.gates.iter().enumerate() {
-            if gate.kind.timeout_ms().is_none() {
-                continue;
-            }
-            external.push(index);
-            if self.run.asked.contains_key(&index) {
-                continue;
-            }
-            let due = match self.run.answered.get(&index) {
-                // The answer after the bake time counts, and is asked for at once.
-                Some(&(asked, _)) if asked < bakes_until && now >= bakes_until => now,
-                Some(&(_, true)) if now >= bakes_until => continue,
-                Some(&(asked, _)) => asked.saturating_add(gate.interval_ms),
-                None => now,
-            };
-            // A time beyond one interval means that the clock was set back.
-            if now < due && due <= now.saturating_add(gate.interval_ms) {
-                step.wake(due);
-                continue;
-            }
-            self.run.asked.insert(index, now);
-            step.actions.push(Action::RunGate {
-                wave,
-                gate: index,
-                asked: now,
-            });
-        }
-        Some(external)
-    }
-
-    /// Returns a gate that the members close, and the reason.
-    fn closed_gate(&self, counts: fn(&WaveGateKind) -> bool) -> Option<(usize, String)> {
-        let wave = &self.members[self.header.waves[self.header.wave].members()];
-        let gates = self.header.policy.gates.iter().enumerate();
-        let mut gates = gates.filter(|(_, gate)| counts(&gate.kind));
-        gates.find_map(|(index, gate)| Some((index, gates::closed(gate, wave, &self.members)?)))
-    }
-
-    pub(super) fn next_wave(&mut self, now: Millis) {
-        let name = self.header.waves[self.header.wave].name.clone();
-        self.note("", now, format!("wave {name} is done"));
-        self.header.wave += 1;
-    }
-
-    /// Closes a gate on errors as soon as too many guests are not yet as wanted, even before the
-    /// wave has settled.
-    pub(super) fn check_errors(&mut self, now: Millis) {
-        if self.header.phase != Phase::Running(Stage::Changing) {
-            return;
-        }
-        if let Some((gate, why)) = self.closed_gate(WaveGateKind::is_of_errors) {
-            self.close(gate, &why, now);
-        }
-    }
-
-    /// Handles a closed gate as the spec requires.
-    pub(super) fn close(&mut self, gate: usize, why: &str, now: Millis) {
-        let wave = &self.header.waves[self.header.wave].name;
-        let text = format!("gate {} of wave {wave} is closed: {why}", gate + 1);
-        let is_added = self.header.waves[self.header.wave].is_added;
-        match self.header.policy.gates[gate].on_failure {
-            OnFailure::Pause => self.enter(Phase::Paused, "", now, &text),
-            OnFailure::Abort if is_added => self.leave_wave(&text, now),
-            OnFailure::Abort => self.revert(End::Aborted, "", now, &text),
-        }
-    }
-
-    /// Takes an added wave back, and continues with the next one.
-    fn leave_wave(&mut self, why: &str, now: Millis) {
-        self.header.waves[self.header.wave].is_taken_back = true;
-        self.release_wave(self.header.wave);
-        self.enter(Phase::Running(Stage::Changing), "", now, why);
-        self.next_wave(now);
     }
 
     /// Ends the claims of guests that the rollout wants nothing of any more, in any phase.

@@ -58,6 +58,7 @@ mod policy;
 mod state;
 #[cfg(test)]
 mod tests;
+mod waves;
 
 pub use self::keys::{Claim, KeySet, KeySets, Tracepoint, Want};
 pub use self::legal::{NotLegal, Verb};

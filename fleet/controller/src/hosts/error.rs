@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Tells the errors of a guest's service by their consequence for a change.
+
+use tonic::{Code, Status};
+use tonic_types::StatusExt;
+
+/// An error of a guest's service, and its consequence for a change.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CallError {
+    pub verdict: Verdict,
+    pub is_certificate_refused: bool,
+    /// True if the host does not have the guest, or does not answer.
+    pub may_have_moved: bool,
+    /// True if the guest has booted since the boot that the call names.
+    pub has_booted: bool,
+    /// The generation that the guest has seen, if the call's is lower.
+    pub seen: Option<u64>,
+    pub why: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// The service refused the change. It refuses a repeat too, unless the guest has changed.
+    Refused,
+    /// The service refused the change temporarily.
+    Busy,
+    /// The outcome is unknown, because there was no answer or the answer did not come from the
+    /// service.
+    Unknown,
+}
+
+impl CallError {
+    pub fn new(status: &Status) -> Self {
+        let info = status.get_details_error_info();
+        let info = info.filter(|info| info.domain == patchbay_proto::ERROR_DOMAIN);
+        let Some(info) = info else {
+            return Self {
+                verdict: Verdict::Unknown,
+                is_certificate_refused: false,
+                may_have_moved: true,
+                has_booted: false,
+                seen: None,
+                why: match patchbay_access::connect::explain(status) {
+                    Some(words) => format!("{:?}: {words}", status.code()),
+                    None => format!("{:?}: {}", status.code(), innermost(status)),
+                },
+            };
+        };
+        let verdict = match info.reason.as_str() {
+            "GUEST_BUSY"
+            | "QUEUE_FULL"
+            | "VCPU_NOT_STOPPED"
+            | "TOO_MANY_CALLS"
+            | "TOO_MANY_CONNECTIONS" => Verdict::Busy,
+            // The call is repeated with the certificate that is present at that time.
+            "CERTIFICATE_REFUSED" => Verdict::Unknown,
+            // The guest may be on its way to another host, or its daemon is just starting.
+            "GUEST_NOT_FOUND" => Verdict::Unknown,
+            "INTERNAL" | "CANCELLED" | "ENDPOINT_ENDING" | "WRITE_FAULT" => Verdict::Unknown,
+            _ if status.code() == Code::Unavailable => Verdict::Unknown,
+            _ => Verdict::Refused,
+        };
+        Self {
+            verdict,
+            is_certificate_refused: info.reason == "CERTIFICATE_REFUSED",
+            may_have_moved: info.reason == "GUEST_NOT_FOUND",
+            has_booted: info.reason == "BOOT_CHANGED",
+            seen: (info.reason == "GENERATION_STALE")
+                .then(|| info.metadata.get("generation")?.parse().ok())
+                .flatten(),
+            why: format!("{}: {}", info.reason, status.message()),
+        }
+    }
+}
+
+/// Returns the innermost cause of an error, because "transport error" alone is not informative.
+fn innermost(status: &Status) -> String {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = std::error::Error::source(status);
+    let mut text = status.message().to_owned();
+    while let Some(error) = cause {
+        text = error.to_string();
+        cause = error.source();
+    }
+    text
+}
