@@ -39,7 +39,7 @@ async fn of_two_hosts_with_one_name_the_second_waits_for_the_first_to_go() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_guest_that_changes_its_host_is_named_and_left() {
+async fn a_guest_that_changes_its_host_is_found_by_its_boot() {
     let Some(mut fleet) = ProcessFleet::start(1, 2, 1, &[]).await else {
         return;
     };
@@ -61,9 +61,12 @@ async fn a_guest_that_changes_its_host_is_named_and_left() {
         .iter()
         .find(|guest| guest.guest == "web-1")
         .expect("a member");
-    let why = "host host-0 has a guest of that name now";
-    assert!(moved.message.contains(why), "{moved:?}");
-    assert_eq!(fleet.changes(1), []);
+    assert_eq!(moved.phase(), v1::GuestPhase::AsWanted, "{moved:?}");
+    assert_eq!(moved.host, "host-0");
+    assert_eq!(fleet.changes(1), [(0, 1)]);
+    let mut notes = rollout.timeline.iter();
+    let is_noted = notes.any(|entry| entry.text.contains("web-1 moved from host-1 to host-0"));
+    assert!(is_noted, "{rollout:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
