@@ -67,7 +67,10 @@ async fn a_gate_that_hangs_is_killed_and_pauses_the_rollout() {
     replica.start("net", &hanging(&file, "2s"), 2).await;
     let gate = GateCommand::started(&file).await;
     let rollout = replica.wait("net", v1::Phase::Paused).await;
-    assert!(rollout.message.contains("did not end within"), "{rollout:?}");
+    assert!(
+        rollout.message.contains("did not end within"),
+        "{rollout:?}"
+    );
     assert!(gate.has_ended(), "the command is killed");
     assert_eq!(fleet.changes(0), [(0, 1)], "nothing is taken back");
     assert_eq!(fleet.changes(1), []);
