@@ -319,7 +319,7 @@ impl World {
         }
     }
 
-    /// Makes the leader's key anew, as an election does.
+    /// Deletes the leader's key and creates it again, so that fences of earlier leaders fail.
     pub fn new_fence(&mut self) -> Fence {
         let delete = Transaction::new().delete(LEADER);
         let put = Transaction::new().put(LEADER, "replica");

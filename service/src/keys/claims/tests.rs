@@ -329,7 +329,7 @@ fn claims_stand_in_the_order_in_which_they_were_wanted() {
         }
         assert_eq!(order(&key), ["rollout/0", "rollout/1", "rollout/2"]);
         assert_eq!(key.decider().map(|claim| claim.want), Some(Want::Off));
-        // Of two claims of the same time, the one that was made later decides.
+        // If two claims have the same time, the one that is put last decides.
         key.put(wanted_at(3, Want::On, 20));
         assert_eq!(key.decider().map(|claim| claim.want), Some(Want::On));
         // A claim that is kept keeps its place, and one that is changed does not.

@@ -17,8 +17,8 @@ use crate::keys::selection;
 /// that they leave out.
 ///
 /// # Errors
-/// Those of updates by the same patterns; [`KeysError::InvalidArgument`] if a key is selected with
-/// two wanted states, or if there are too many keys.
+/// The same errors as for an update by these patterns, and [`KeysError::InvalidArgument`] if a key
+/// is selected with two wanted states or if there are too many keys.
 pub(super) fn resolve(
     registration: &Registration,
     request: &ClaimsRequest,

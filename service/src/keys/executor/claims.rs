@@ -161,7 +161,9 @@ impl<G: Guest> Executor<G> {
         let request = match request.selections.is_empty() {
             true => request,
             false => {
-                // As in updates. Keys that the owner has claimed need no cap.
+                // A caller who may claim no key at all must not have its patterns compared with
+                // keys. `Use::GiveBack` counts nothing: a repeat of made claims needs no room in a
+                // cap.
                 self.shared
                     .permit(&request.caller, Vec::new, Use::GiveBack)?;
                 let (request, out) = claim_patterns::resolve(&snapshot.registration, request)?;

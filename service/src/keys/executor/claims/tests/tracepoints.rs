@@ -224,7 +224,7 @@ async fn clients_and_claims_keep_a_tracepoint_on_for_each_other() {
     assert_eq!(error.expect_err("claimed").reason(), "NOT_HOLDER");
     assert_eq!(rig.end("a", 8, key).await, 1);
     rig.op(key, Op::Disable, false).await.expect("its own");
-    // By force.
+    // With force, the client turns the key off, which ends the claim.
     rig.claim("a", 9, key, Want::On).await;
     rig.op(key, Op::Disable, true).await.expect("forced");
     assert_eq!(rig.listed(), [("a".to_owned(), Verdict::Void, false)]);
