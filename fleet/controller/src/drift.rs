@@ -124,12 +124,7 @@ pub async fn drift(
     }
     let mut report = compare(hosts, &running.spec, &snapshot).await;
     for (_, member) in snapshot.current.values() {
-        let why = match &member.state {
-            State::NotYet { why, .. } => Some(why.as_str()),
-            State::Claiming { again: true } => Some("it is tried again"),
-            _ => None,
-        };
-        if let Some(why) = why {
+        if let Some(why) = member.state.late() {
             let actual = format!("not yet: {why}");
             report
                 .drifts
@@ -378,18 +373,10 @@ async fn adopt(
         match drift.cause {
             Cause::Unreachable => drift.left = Some("its state is unknown".to_owned()),
             Cause::Late => joined.push(Member {
-                host: guest.0,
-                guest: guest.1,
-                domain: String::new(),
-                plan: Plan::default(),
-                health: None,
-                generation: 0,
-                boot: String::new(),
-                is_confirmed: false,
-                expires: None,
                 state: State::Skipped {
                     why: "it joined after the plan and was taken as it is".to_owned(),
                 },
+                ..Member::new(&guest.0, &guest.1)
             }),
             Cause::Key | Cause::Bytes => {
                 drifted.extend(current.get(&guest).map(|(index, _)| *index))

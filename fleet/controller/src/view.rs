@@ -116,9 +116,12 @@ pub fn guest(header: &Header, index: usize, member: &Member) -> v1::RolloutGuest
         }
         State::Pending => (v1::GuestPhase::Pending, "", None),
         State::Claiming { again: false } => (v1::GuestPhase::Changing, "", None),
-        State::Claiming { again: true } => (v1::GuestPhase::NotYet, "it is tried again", None),
         State::AsWanted { pause_us } => (v1::GuestPhase::AsWanted, "", Some(*pause_us)),
-        State::NotYet { why, .. } => (v1::GuestPhase::NotYet, why.as_str(), None),
+        state @ (State::NotYet { .. } | State::Claiming { again: true }) => (
+            v1::GuestPhase::NotYet,
+            state.late().unwrap_or_default(),
+            None,
+        ),
         State::Releasing { why } => (v1::GuestPhase::Releasing, why.as_str(), None),
         State::Released { void: true } => (
             v1::GuestPhase::Released,

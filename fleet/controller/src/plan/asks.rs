@@ -37,18 +37,10 @@ impl Asks<'_> {
         let label = |label: &String| host.config.labels.get(label).cloned().unwrap_or_default();
         let domain = spec.max_concurrent.per_domain.as_ref();
         let mut member = Member {
-            host: host.config.name.clone(),
-            guest: guest.to_owned(),
             domain: domain
                 .map(|domain| label(&domain.label))
                 .unwrap_or_default(),
-            plan: Plan::default(),
-            health: None,
-            generation: 0,
-            boot: String::new(),
-            is_confirmed: false,
-            expires: None,
-            state: State::Pending,
+            ..Member::new(&host.config.name, guest)
         };
         match self.ask(host, guest, generation).await {
             Ok((plan, boot)) => (member.plan, member.boot) = (plan, boot),

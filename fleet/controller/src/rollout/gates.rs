@@ -85,17 +85,14 @@ fn is_wanted(member: &Member) -> bool {
 
 fn too_many_errors(max_percent: u32, members: &[Member], whose: &str) -> Option<String> {
     let all = members.iter().filter(|member| is_wanted(member)).count();
-    let mut failed = members.iter().filter(|member| member.state.is_late());
+    let mut failed = members
+        .iter()
+        .filter_map(|member| Some((&member.guest, member.state.late()?)));
     let count = failed.clone().count();
-    let first = failed.next()?;
-    let why = match &first.state {
-        State::NotYet { why, .. } => why,
-        _ => "it is tried again",
-    };
+    let (guest, why) = failed.next()?;
     // Integer arithmetic is exact: 1 of 3 is more than 33 percent.
     let is_over = count * 100 > all * max_percent as usize;
     is_over.then(|| {
-        let guest = &first.guest;
         format!(
             "{count} of {whose} {all} guests are not yet as wanted, more than {max_percent} percent; \
              the first is {guest}: {why}"

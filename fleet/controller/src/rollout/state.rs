@@ -107,9 +107,18 @@ pub enum State {
 }
 
 impl State {
+    /// Returns why the guest is not yet as wanted, if the wave does not wait for it any more.
+    pub fn late(&self) -> Option<&str> {
+        match self {
+            Self::NotYet { why, .. } => Some(why),
+            Self::Claiming { again: true } => Some("it is tried again"),
+            _ => None,
+        }
+    }
+
     /// Returns whether the guest is not yet as wanted and the wave does not wait for it any more.
     pub fn is_late(&self) -> bool {
-        matches!(self, Self::NotYet { .. } | Self::Claiming { again: true })
+        self.late().is_some()
     }
 }
 
@@ -166,6 +175,22 @@ pub struct Member {
 }
 
 impl Member {
+    /// Creates a pending member with an empty plan, to whose guest no call was made.
+    pub fn new(host: &str, guest: &str) -> Self {
+        Self {
+            host: host.to_owned(),
+            guest: guest.to_owned(),
+            domain: String::new(),
+            plan: Plan::default(),
+            health: None,
+            generation: 0,
+            boot: String::new(),
+            is_confirmed: false,
+            expires: None,
+            state: State::Pending,
+        }
+    }
+
     /// Returns whether the guest may have claims that an abort or undo has to end.
     pub fn may_be_changed(&self) -> bool {
         let answers = matches!(

@@ -9,16 +9,8 @@ use super::*;
 
 fn member(index: usize) -> Member {
     Member {
-        host: format!("host-{}", index / 4),
-        guest: format!("guest-{index}"),
         domain: format!("rack-{}", index % 3),
-        plan: Plan::default(),
-        health: None,
-        generation: 0,
-        boot: String::new(),
-        is_confirmed: false,
-        expires: None,
-        state: State::Pending,
+        ..Member::new(&format!("host-{}", index / 4), &format!("guest-{index}"))
     }
 }
 

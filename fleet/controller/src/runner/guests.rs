@@ -344,21 +344,17 @@ fn pause_us(report: &v1::FlipReport) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rollout::{Plan, State};
+    use crate::rollout::State;
 
     #[test]
     fn an_end_of_claims_that_the_guest_knows_nothing_of_is_not_confirmed() {
         let member = |boot: &str, expires| Member {
             is_confirmed: !boot.is_empty(),
-            host: "host-0".to_owned(),
-            guest: "web-0".to_owned(),
-            domain: String::new(),
-            plan: Plan::default(),
-            health: None,
             generation: 2,
             boot: boot.to_owned(),
             expires,
             state: State::Releasing { why: String::new() },
+            ..Member::new("host-0", "web-0")
         };
         let result = |state: v1::ClaimState| v1::ClaimResult {
             state: state.into(),

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use patchbay_fleet::rollout::{Claim, Header, KeySet, Member, Plan, Rollout, State, Want, Wave};
+use patchbay_fleet::rollout::{Claim, Header, KeySet, Member, Plan, Rollout, Want, Wave};
 
 /// Returns a planned rollout with one wave. `kernels` is the number of different sets of keys.
 pub fn rollout(name: &str, guests: usize, kernels: usize, keys: usize) -> Rollout {
@@ -15,19 +15,11 @@ pub fn rollout(name: &str, guests: usize, kernels: usize, keys: usize) -> Rollou
     let set = |kernel| KeySet::new(of(kernel).map(claim).collect(), vec![]);
     let sets: Vec<Arc<KeySet>> = (0..kernels).map(|kernel| Arc::new(set(kernel))).collect();
     let member = |index: usize| Member {
-        host: format!("host-{}", index / 100),
-        guest: format!("guest-{index}"),
-        domain: String::new(),
         plan: Plan {
             set: Arc::clone(&sets[index % kernels]),
             ..Plan::default()
         },
-        health: None,
-        generation: 0,
-        boot: String::new(),
-        is_confirmed: false,
-        expires: None,
-        state: State::Pending,
+        ..Member::new(&format!("host-{}", index / 100), &format!("guest-{index}"))
     };
     let header = Header {
         name: name.to_owned(),

@@ -110,8 +110,6 @@ impl World {
         let keys = u32::try_from(claims.len()).expect("few");
         let set = Arc::new(KeySet::new(claims, vec![]));
         let member = |(guest, boot): (&Guest, &String)| Member {
-            host: guest.home.clone(),
-            guest: guest.name.clone(),
             domain: guest.home.clone(),
             plan: Plan {
                 keys,
@@ -120,12 +118,8 @@ impl World {
                 left_out: vec![],
                 set: Arc::clone(&set),
             },
-            health: None,
-            generation: 0,
             boot: boot.clone(),
-            is_confirmed: false,
-            expires: None,
-            state: State::Pending,
+            ..Member::new(&guest.home, &guest.name)
         };
         let members: Vec<Member> = self.guests.iter().zip(&boots).map(member).collect();
         let mut waves = Vec::new();
