@@ -10,7 +10,7 @@ use patchbay_proto::v1;
 
 use crate::hosts::{CallError, Host, Hosts};
 use crate::plan::{self, Asks, FAN_OUT};
-use crate::rollout::{Claim, Member, Millis, NotLegal, Phase, Plan, State, bounded};
+use crate::rollout::{Member, NotLegal, Phase, Plan, State, bounded};
 use crate::runner::{Command, Running, now};
 use crate::spec::{LateGuests, Spec};
 use crate::storage;
@@ -64,33 +64,18 @@ type Current = BTreeMap<(String, String), (usize, Member)>;
 
 /// The parts of a rollout that are compared.
 struct Snapshot {
-    name: String,
-    owner: String,
     phase: Phase,
-    created: Millis,
     waves: usize,
     current: Current,
 }
 
 impl Snapshot {
-    fn asks<'s>(&self, spec: &'s Spec) -> Asks<'s> {
-        Asks {
-            rollout: self.name.clone(),
-            owner: self.owner.clone(),
-            created: self.created,
-            spec,
-        }
-    }
-
     fn of(running: &Running) -> Self {
         let rollout = running.rollout();
         let header = rollout.header();
         let members = rollout.members().iter().cloned().enumerate();
         Self {
-            name: header.name.clone(),
-            owner: header.owner(),
             phase: header.phase,
-            created: header.created,
             waves: header.waves.len(),
             current: members
                 .filter(|(_, member)| member.state != State::Superseded)
@@ -115,14 +100,14 @@ pub async fn drift(
     let snapshot = Snapshot::of(running);
     if !snapshot.phase.has_desired_state() {
         return Err(NotLegal::Phase {
-            rollout: snapshot.name,
+            rollout: running.rollout().header().name.clone(),
             phase: snapshot.phase.name(),
             command: "drift",
             legal: "running, paused or completed",
         }
         .into());
     }
-    let mut report = compare(hosts, &running.spec, &snapshot).await;
+    let mut report = compare(hosts, &running.asks, &snapshot.current).await;
     for (_, member) in snapshot.current.values() {
         if let Some(why) = member.state.late() {
             let actual = format!("not yet: {why}");
@@ -159,7 +144,7 @@ async fn late(
     spec: &Spec,
     current: &Current,
 ) -> Vec<(std::sync::Arc<Host>, v1::GuestStatus)> {
-    let (selected, _) = plan::select(hosts, spec).await;
+    let (mut selected, _) = plan::select(hosts, spec).await;
     let id = |(host, status): &(std::sync::Arc<Host>, v1::GuestStatus)| {
         (host.config.name.clone(), status.guest.clone())
     };
@@ -169,35 +154,33 @@ async fn late(
         .iter()
         .filter(|(guest, (_, member))| !present.contains(guest) && member.may_be_changed());
     let gone: BTreeSet<&str> = gone.map(|((_, guest), _)| guest.as_str()).collect();
-    let mut late = selected;
-    late.retain(|guest| {
+    selected.retain(|guest| {
         let (host, name) = id(guest);
         !gone.contains(name.as_str()) && !current.contains_key(&(host, name))
     });
-    late
+    selected
 }
 
-async fn compare(hosts: &Hosts, spec: &Spec, snapshot: &Snapshot) -> Report {
+async fn compare(hosts: &Hosts, asks: &Asks, current: &Current) -> Report {
     let is_changed =
         |(_, member): &&(usize, Member)| matches!(member.state, State::AsWanted { .. });
-    let changed: Vec<Member> = snapshot
-        .current
+    let changed: Vec<Member> = current
         .values()
         .filter(is_changed)
         .map(|(_, member)| member.clone())
         .collect();
     let compared = changed.len();
     // Claims that have expired by the TTL of the spec are not drift.
-    let has_expired = spec
+    let has_expired = asks
         .ttl
-        .is_some_and(|ttl| snapshot.created.saturating_add(ttl.millis()) <= now());
+        .is_some_and(|ttl| asks.created.saturating_add(ttl.millis()) <= now());
     let drifts = futures_util::stream::iter(changed)
         .map(|member| async move {
             let Some(host) = hosts.get(&member.host) else {
                 let why = "its host is not known any more";
                 return vec![found(&member, Cause::Unreachable, None, "compared", why)];
             };
-            match compare_guest(&host, &member, &snapshot.owner, has_expired).await {
+            match compare_guest(&host, &member, &asks.owner, has_expired).await {
                 Ok(drifts) => drifts,
                 Err(status) => {
                     let why = CallError::new(&status).why;
@@ -241,7 +224,7 @@ async fn compare_guest(
     for claim in member.plan.set.claims() {
         let state = claimed.get(claim.key.as_str()).copied();
         if let Some(actual) = differs(state, has_booted, has_expired) {
-            let desired = desired(claim);
+            let desired = format!("claimed {}", claim.want.name());
             drifts.push(found(
                 member,
                 Cause::Key,
@@ -268,10 +251,6 @@ async fn compare_guest(
     Ok(drifts)
 }
 
-fn desired(claim: &Claim) -> String {
-    format!("claimed {}", claim.want.name())
-}
-
 /// Returns how the claim's state on the guest differs from a claim that is made; `None` if it does
 /// not.
 fn differs(
@@ -292,7 +271,7 @@ fn differs(
     }
 }
 
-/// Validates the spec again on each drifted guest, and adds these guests as a wave.
+/// Validates the spec again on each drifted guest, and adds these guests in waves.
 async fn fix(
     hosts: &Hosts,
     running: &Running,
@@ -315,13 +294,12 @@ async fn fix(
         .map(|drift| (drift.host.clone(), drift.guest.clone()))
         .collect();
     let wave = format!("fix-{}", snapshot.waves + 1);
-    let asks = &snapshot.asks(&running.spec);
     let validated = futures_util::stream::iter(wanted)
         .map(|guest| async move {
             let host = hosts.get(&guest.0)?;
             let member = snapshot.current.get(&guest);
             let generation = member.map_or(1, |(_, member)| member.generation.saturating_add(1));
-            Some(validate(asks, &host, &guest.1, generation).await)
+            Some(validate(running, &host, &guest.1, generation).await)
         })
         .buffered(FAN_OUT);
     let prepared: Vec<Option<Member>> = validated.collect().await;
@@ -351,8 +329,9 @@ async fn fix(
 
 /// Validates the claims on a guest's keys. A guest whose claims do not fit into the store is left
 /// out.
-async fn validate(asks: &Asks<'_>, host: &Host, guest: &str, generation: u64) -> Member {
-    let (mut member, _) = asks.validate(host, guest, generation).await;
+async fn validate(running: &Running, host: &Host, guest: &str, generation: u64) -> Member {
+    let (asks, spec) = (&running.asks, &running.spec);
+    let (mut member, _) = asks.validate(spec, host, guest, generation).await;
     if let Err(error) = storage::check_member(&member) {
         let why = bounded(&error.to_string());
         member.plan = Plan::default();
@@ -408,9 +387,8 @@ pub async fn change_late(hosts: &Hosts, running: &Running) -> Result<(), DriftEr
         return Ok(());
     }
     let wave = format!("late-{}", snapshot.waves + 1);
-    let asks = &snapshot.asks(&running.spec);
     let prepared = futures_util::stream::iter(late(hosts, &running.spec, &snapshot.current).await)
-        .map(|(host, status)| async move { validate(asks, &host, &status.guest, 1).await })
+        .map(|(host, status)| async move { validate(running, &host, &status.guest, 1).await })
         .buffered(FAN_OUT);
     let mut added: Vec<Member> = prepared.collect().await;
     // A guest that refuses now may not have booted yet, so it remains drift.

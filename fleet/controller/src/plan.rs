@@ -56,14 +56,9 @@ pub async fn plan(
         trace_id: hosts::current_trace().map_or_else(String::new, |id| format!("{id:032x}")),
         run: format!("{:016x}", fastrand::u64(..)),
     };
-    let asks = &Asks {
-        rollout: name.to_owned(),
-        owner: header.owner(),
-        created: now,
-        spec,
-    };
+    let asks = &Asks::new(&header, spec);
     let validated = futures_util::stream::iter(selected)
-        .map(|(host, status)| async move { asks.validate(&host, &status.guest, 1).await })
+        .map(|(host, status)| async move { asks.validate(spec, &host, &status.guest, 1).await })
         .buffer_unordered(FAN_OUT);
     let mut validated = std::pin::pin!(validated);
     let (mut members, mut sets) = (Vec::<(Member, String)>::new(), KeySets::default());

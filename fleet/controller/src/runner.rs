@@ -98,7 +98,8 @@ pub enum NotDeleted {
 
 /// A rollout with its runner.
 pub struct Running {
-    pub spec: Arc<Spec>,
+    pub spec: Spec,
+    pub asks: Arc<Asks>,
     rollout: Mutex<Rollout>,
     commands: mpsc::Sender<Asked>,
     version: watch::Sender<u64>,
@@ -182,7 +183,8 @@ impl Running {
     ) -> Arc<Self> {
         let (commands, asked) = mpsc::channel(QUEUE);
         let running = Arc::new(Self {
-            spec: Arc::new(spec),
+            asks: Arc::new(Asks::new(rollout.header(), &spec)),
+            spec,
             rollout: Mutex::new(rollout),
             commands,
             version: watch::Sender::new(0),
@@ -380,9 +382,7 @@ impl Running {
         let rollout = self.rollout();
         let trace_id = rollout.header().trace();
         let (hosts, metrics) = (context.hosts.clone(), context.metrics.clone());
-        let header = rollout.header();
-        let (name, owner, created) = (header.name.clone(), header.owner(), header.created);
-        let spec = Arc::clone(&self.spec);
+        let (name, asks) = (rollout.header().name.clone(), Arc::clone(&self.asks));
         match action {
             Action::Claim {
                 member: index,
@@ -390,12 +390,6 @@ impl Running {
             } => {
                 let member = rollout.members()[index].clone();
                 actions.spawn(async move {
-                    let asks = Asks {
-                        rollout: name,
-                        owner,
-                        created,
-                        spec: &spec,
-                    };
                     let began = SystemTime::now();
                     let claiming = claim(&hosts, &asks, &member, generation);
                     let (outcome, moved) = hosts::traced(trace_id, claiming).await;
@@ -405,7 +399,7 @@ impl Running {
                         ClaimOutcome::Stale { .. } => (Some("GENERATION_STALE"), None),
                         ClaimOutcome::Booted { .. } => (Some("BOOT_CHANGED"), None),
                     };
-                    record("claim", trace_id, began, &asks.rollout, &member, error);
+                    record("claim", trace_id, began, &name, &member, error);
                     metrics.claimed(pause_us);
                     Outcome::Claim(Answered {
                         member: index,
@@ -421,12 +415,6 @@ impl Running {
             } => {
                 let member = rollout.members()[index].clone();
                 actions.spawn(async move {
-                    let asks = Asks {
-                        rollout: name,
-                        owner,
-                        created,
-                        spec: &spec,
-                    };
                     let began = SystemTime::now();
                     let releasing = release(&hosts, &asks, &member, generation);
                     let (outcome, moved) = hosts::traced(trace_id, releasing).await;
@@ -437,7 +425,7 @@ impl Running {
                         }
                         ReleaseOutcome::Stale { .. } => Some("GENERATION_STALE"),
                     };
-                    record("release", trace_id, began, &asks.rollout, &member, error);
+                    record("release", trace_id, began, &name, &member, error);
                     metrics.released(error.is_none());
                     Outcome::Release(Answered {
                         member: index,
@@ -468,12 +456,13 @@ impl Running {
             } => {
                 let member = rollout.members()[index].clone();
                 actions.spawn(async move {
-                    let found = check(&hosts, &owner, &member).await;
-                    Outcome::Checked {
+                    let (outcome, moved) = check(&hosts, &asks.owner, &member).await;
+                    Outcome::Checked(Answered {
                         member: index,
                         generation,
-                        found,
-                    }
+                        outcome,
+                        moved,
+                    })
                 });
             }
             Action::RunGate { wave, gate, asked } => {

@@ -9,31 +9,53 @@ use super::tracepoints;
 use crate::clock::timestamp;
 use crate::hosts::{CallError, Host};
 use crate::rollout::{
-    Claim, KeySet, LeftOut, Member, Millis, Plan, State, Tracepoint, Want, bounded,
+    Claim, Header, KeySet, LeftOut, Member, Millis, Plan, State, Tracepoint, Want, bounded,
 };
-use crate::spec::{ClaimOf, Spec};
+use crate::spec::{ClaimOf, Duration, Spec};
 
 /// The maximum number of reasons for which a guest may leave keys out, and of names for each.
 const MAX_REASONS: usize = 8;
 const MAX_NAMES: usize = 10;
 /// The maximum length of a key's name that a monitor may report.
 const MAX_KEY_BYTES: usize = 512;
+/// The maximum length of the reason that a claim may have.
+const MAX_CLAIM_REASON_BYTES: usize = 256;
 
 /// Builds the requests of a rollout.
-pub struct Asks<'s> {
-    pub rollout: String,
+#[derive(Clone, Debug)]
+pub struct Asks {
     /// The owner of the claims.
     pub owner: String,
     /// The time at which the rollout was planned, which orders its claims among those of others.
     pub created: Millis,
-    pub spec: &'s Spec,
+    /// The time after which the claims end by themselves, if the spec has one.
+    pub ttl: Option<Duration>,
+    /// The reason of the claims, in one line of at most 256 bytes.
+    reason: String,
 }
 
-impl Asks<'_> {
+impl Asks {
+    pub fn new(header: &Header, spec: &Spec) -> Self {
+        let one_line = spec.reason.replace(char::is_control, " ");
+        let mut reason = format!("rollout {}: {one_line}", header.name);
+        reason.truncate(reason.floor_char_boundary(MAX_CLAIM_REASON_BYTES));
+        Self {
+            owner: header.owner(),
+            created: header.created,
+            ttl: spec.ttl,
+            reason,
+        }
+    }
+
     /// Validates the claims on the guest's keys, which changes nothing. Returns the member with the
     /// host's value of the label in `spread_over`.
-    pub async fn validate(&self, host: &Host, guest: &str, generation: u64) -> (Member, String) {
-        let spec = self.spec;
+    pub async fn validate(
+        &self,
+        spec: &Spec,
+        host: &Host,
+        guest: &str,
+        generation: u64,
+    ) -> (Member, String) {
         let label = |label: &String| host.config.labels.get(label).cloned().unwrap_or_default();
         let domain = spec.max_concurrent.per_domain.as_ref();
         let mut member = Member {
@@ -42,7 +64,7 @@ impl Asks<'_> {
                 .unwrap_or_default(),
             ..Member::new(&host.config.name, guest)
         };
-        match self.ask(host, guest, generation).await {
+        match self.ask(spec, host, guest, generation).await {
             Ok((plan, boot)) => (member.plan, member.boot) = (plan, boot),
             Err(why) => {
                 let why = bounded(&why);
@@ -59,12 +81,13 @@ impl Asks<'_> {
     /// out.
     async fn ask(
         &self,
+        spec: &Spec,
         host: &Host,
         guest: &str,
         generation: u64,
     ) -> Result<(Plan, String), String> {
-        let tracepoints = tracepoints::select(host, self.spec, guest).await?;
-        let of_keys = self.spec.claims.0.iter();
+        let tracepoints = tracepoints::select(host, spec, guest).await?;
+        let of_keys = spec.claims.0.iter();
         let of_keys = of_keys.filter(|claim| claim.of == ClaimOf::Keys);
         let of_keys = of_keys.map(|claim| v1::KeyClaim {
             patterns: claim.patterns.clone(),
@@ -114,7 +137,7 @@ impl Asks<'_> {
         generation: u64,
         claims: Vec<v1::KeyClaim>,
     ) -> v1::SetClaimsRequest {
-        let ttl = self.spec.ttl.filter(|_| !claims.is_empty());
+        let ttl = self.ttl.filter(|_| !claims.is_empty());
         let ttl = ttl.map(|ttl| prost_types::Duration {
             seconds: i64::try_from(ttl.0.as_secs()).unwrap_or(i64::MAX),
             nanos: i32::try_from(ttl.0.subsec_nanos()).unwrap_or(0),
@@ -126,19 +149,9 @@ impl Asks<'_> {
             claims,
             ttl,
             made_at: Some(timestamp(self.created)),
-            reason: self.reason(),
+            reason: self.reason.clone(),
             ..v1::SetClaimsRequest::default()
         }
-    }
-
-    /// Returns the reason of the claims, in one line and cut to 256 bytes.
-    fn reason(&self) -> String {
-        let one_line = self.spec.reason.replace(char::is_control, " ");
-        let mut reason = format!("rollout {}: {one_line}", self.rollout);
-        while reason.len() > 256 {
-            reason.pop();
-        }
-        reason
     }
 }
 

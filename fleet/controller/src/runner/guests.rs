@@ -69,6 +69,21 @@ pub struct Answered<T> {
     pub moved: Option<String>,
 }
 
+impl<T> Answered<T> {
+    /// Reports the outcome by this function of the rollout, after a move of the guest.
+    fn report(
+        self,
+        rollout: &mut Rollout,
+        now: Millis,
+        record: impl FnOnce(&mut Rollout, usize, u64, T, Millis),
+    ) {
+        if let Some(host) = self.moved {
+            rollout.moved(self.member, host, now);
+        }
+        record(rollout, self.member, self.generation, self.outcome, now);
+    }
+}
+
 /// The outcome of an action.
 pub enum Outcome {
     Claim(Answered<ClaimOutcome>),
@@ -78,12 +93,8 @@ pub enum Outcome {
         generation: u64,
         health: Result<Health, String>,
     },
-    Checked {
-        member: usize,
-        generation: u64,
-        /// The boot, whether there are claims, and the host if it is not the member's.
-        found: Option<(String, bool, Option<String>)>,
-    },
+    /// The boot, and whether there are claims; `None` if the guest was not found.
+    Checked(Answered<Option<(String, bool)>>),
     Gate {
         wave: usize,
         gate: usize,
@@ -97,49 +108,15 @@ impl Outcome {
     /// Reports the outcome to the rollout.
     pub fn report(self, rollout: &mut Rollout, now: Millis) {
         match self {
-            Self::Claim(answered) => {
-                let Answered {
-                    member,
-                    generation,
-                    outcome,
-                    moved,
-                } = answered;
-                if let Some(host) = moved {
-                    rollout.moved(member, host, now);
-                }
-                rollout.claimed(member, generation, outcome, now);
-            }
-            Self::Release(answered) => {
-                let Answered {
-                    member,
-                    generation,
-                    outcome,
-                    moved,
-                } = answered;
-                if let Some(host) = moved {
-                    rollout.moved(member, host, now);
-                }
-                rollout.released(member, generation, outcome, now);
-            }
+            Self::Claim(answered) => answered.report(rollout, now, Rollout::claimed),
+            Self::Release(answered) => answered.report(rollout, now, Rollout::released),
+            Self::Checked(answered) => answered.report(rollout, now, Rollout::checked),
             Self::Observed {
                 member,
                 generation,
                 health,
             } => {
                 rollout.observed(member, generation, health, now);
-            }
-            Self::Checked {
-                member,
-                generation,
-                found,
-            } => {
-                let found = found.map(|(boot, has_claims, moved)| {
-                    if let Some(host) = moved {
-                        rollout.moved(member, host, now);
-                    }
-                    (boot, has_claims)
-                });
-                rollout.checked(member, generation, found, now);
             }
             Self::Gate {
                 wave,
@@ -154,14 +131,14 @@ impl Outcome {
 /// Sends the member's claims. Returns the guest's new host too, if it has moved.
 pub async fn claim(
     hosts: &impl Calls,
-    asks: &Asks<'_>,
+    asks: &Asks,
     member: &Member,
     generation: u64,
 ) -> (ClaimOutcome, Option<String>) {
     let request = asks.claim(member, generation);
     let (answer, moved) = send(hosts, member, request).await;
     let outcome = match answer {
-        Ok(answer) => made(&answer, asks.spec.ttl.map(Duration::millis)),
+        Ok(answer) => made(&answer, asks.ttl.map(Duration::millis)),
         Err(error) if error.has_booted => booted(hosts, asks, member, error).await,
         Err(error) => match error.seen {
             Some(seen) => ClaimOutcome::Stale { seen },
@@ -177,7 +154,7 @@ pub async fn claim(
 /// Sends the empty set of claims. Returns the guest's new host too, if it has moved.
 pub async fn release(
     hosts: &impl Calls,
-    asks: &Asks<'_>,
+    asks: &Asks,
     member: &Member,
     generation: u64,
 ) -> (ReleaseOutcome, Option<String>) {
@@ -241,27 +218,30 @@ async fn found_elsewhere(
     None
 }
 
-/// Returns the guest's boot, whether it has claims of the owner, and its new host if it has moved.
+/// Returns the guest's boot, and whether it has claims of the owner. Returns the guest's new host
+/// too, if it has moved.
 pub async fn check(
     hosts: &impl Calls,
     owner: &str,
     member: &Member,
-) -> Option<(String, bool, Option<String>)> {
+) -> (Option<(String, bool)>, Option<String>) {
     let error = match hosts.boot(&member.host, &member.guest, owner).await {
-        Ok((boot, has_claims)) => return Some((boot, has_claims, None)),
+        Ok(found) => return (Some(found), None),
         Err(status) => CallError::new(&status),
     };
     if !error.may_have_moved {
-        return None;
+        return (None, None);
     }
-    let (name, boot, has_claims) = found_elsewhere(hosts, owner, member).await?;
-    Some((boot, has_claims, Some(name)))
+    match found_elsewhere(hosts, owner, member).await {
+        Some((name, boot, has_claims)) => (Some((boot, has_claims)), Some(name)),
+        None => (None, None),
+    }
 }
 
 /// Returns the outcome of claims that a guest refused because it has booted again.
 async fn booted(
     hosts: &impl Calls,
-    asks: &Asks<'_>,
+    asks: &Asks,
     member: &Member,
     error: CallError,
 ) -> ClaimOutcome {

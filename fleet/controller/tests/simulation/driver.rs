@@ -53,7 +53,8 @@ pub struct Driver {
     pub id: u32,
     pub fence: Fence,
     pub rollout: Rollout,
-    spec: Arc<Spec>,
+    spec: Spec,
+    asks: Arc<Asks>,
     stage: Stage,
     pub inbox: VecDeque<Input>,
     tasks: Vec<Task>,
@@ -71,8 +72,9 @@ impl Driver {
         Self {
             id,
             fence,
+            asks: Arc::new(Asks::new(rollout.header(), &spec)),
             rollout,
-            spec: Arc::new(spec),
+            spec,
             stage: Stage::Idle,
             inbox: VecDeque::new(),
             tasks: Vec::new(),
@@ -280,9 +282,7 @@ impl World {
     fn perform(&mut self, driver: &mut Driver, action: Action) {
         self.trace(|| format!("driver {} performs {action:?}", driver.id));
         self.check_action(&driver.rollout, &action);
-        let header = driver.rollout.header();
-        let (rollout, owner, created) = (header.name.clone(), header.owner(), header.created);
-        let (spec, network) = (Arc::clone(&driver.spec), self.network.clone());
+        let (asks, network) = (Arc::clone(&driver.asks), self.network.clone());
         let member = |index: usize| driver.rollout.members()[index].clone();
         match action {
             Action::Claim {
@@ -291,12 +291,6 @@ impl World {
             } => {
                 let member = member(index);
                 driver.tasks.push(Box::pin(async move {
-                    let asks = Asks {
-                        rollout,
-                        owner,
-                        created,
-                        spec: &spec,
-                    };
                     let (outcome, moved) = claim(&network, &asks, &member, generation).await;
                     Outcome::Claim(Answered {
                         member: index,
@@ -312,12 +306,6 @@ impl World {
             } => {
                 let member = member(index);
                 driver.tasks.push(Box::pin(async move {
-                    let asks = Asks {
-                        rollout,
-                        owner,
-                        created,
-                        spec: &spec,
-                    };
                     let (outcome, moved) = release(&network, &asks, &member, generation).await;
                     Outcome::Release(Answered {
                         member: index,
@@ -333,12 +321,13 @@ impl World {
             } => {
                 let member = member(index);
                 driver.tasks.push(Box::pin(async move {
-                    let found = check(&network, &owner, &member).await;
-                    Outcome::Checked {
+                    let (outcome, moved) = check(&network, &asks.owner, &member).await;
+                    Outcome::Checked(Answered {
                         member: index,
                         generation,
-                        found,
-                    }
+                        outcome,
+                        moved,
+                    })
                 }));
             }
             Action::Observe { member, generation } => {
