@@ -171,7 +171,23 @@ impl Rollout {
             run,
         };
         rollout.supersede_earlier();
+        rollout.take_back();
         Ok(rollout)
+    }
+
+    /// Releases the guests that the header says are taken back. The driver that wrote the header
+    /// may have ended before it stored their states.
+    fn take_back(&mut self) {
+        if matches!(self.header.phase, Phase::Reverting(_)) {
+            for index in 0..self.members.len() {
+                self.release(index);
+            }
+        }
+        for wave in 0..self.header.waves.len() {
+            if self.header.waves[wave].is_taken_back {
+                self.release_wave(wave);
+            }
+        }
     }
 
     /// Supersedes members whose guest has a later one, which their driver may not have stored.
@@ -216,7 +232,6 @@ impl Rollout {
     /// Advances the rollout as far as possible, and returns the actions to perform.
     pub fn step(&mut self, now: Millis) -> Step {
         let mut step = Step::default();
-        self.take_back();
         loop {
             let before = (self.header.phase, self.header.wave);
             match self.header.phase {
@@ -240,21 +255,6 @@ impl Rollout {
             self.check(now, &mut step);
         }
         step
-    }
-
-    /// Releases the guests that the header says are taken back. The driver that wrote the header
-    /// may have ended before it stored their states.
-    fn take_back(&mut self) {
-        if matches!(self.header.phase, Phase::Reverting(_)) {
-            for index in 0..self.members.len() {
-                self.release(index);
-            }
-        }
-        for wave in 0..self.header.waves.len() {
-            if self.header.waves[wave].is_taken_back {
-                self.release_wave(wave);
-            }
-        }
     }
 
     /// Wants nothing of a wave's guests any more.
