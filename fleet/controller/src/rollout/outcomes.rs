@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Records the outcomes of actions, and schedules the next ones.
 
+use std::collections::BTreeSet;
+
 use super::machine::{
     BACKOFF, ClaimOutcome, GateAnswer, MAX_ATTEMPTS, MAX_BACKOFF, MAX_GENERATION, ReleaseOutcome,
     bounded,
@@ -27,13 +29,12 @@ impl Rollout {
 
     /// Records the outcome of [`super::Action::Claim`].
     pub fn claimed(&mut self, index: usize, generation: u64, outcome: ClaimOutcome, now: Millis) {
-        let counts = self.ends(index, generation);
+        if !self.ends(index, generation) {
+            return;
+        }
         let State::Claiming { again } = self.members[index].state else {
             return;
         };
-        if !counts {
-            return;
-        }
         let state = match outcome {
             ClaimOutcome::Made {
                 boot,
@@ -89,12 +90,13 @@ impl Rollout {
         outcome: ReleaseOutcome,
         now: Millis,
     ) {
-        let counts = self.ends(index, generation);
+        if !self.ends(index, generation) {
+            return;
+        }
         let State::Releasing { why: before } = &self.members[index].state else {
             return;
         };
         match outcome {
-            _ if !counts => {}
             ReleaseOutcome::Released { void } => {
                 self.run.retries.remove(&index);
                 self.set(index, State::Released { void });
@@ -152,10 +154,11 @@ impl Rollout {
         found: Option<(String, bool)>,
         now: Millis,
     ) {
-        let counts = self.ends(index, generation);
-        let member = &self.members[index];
-        let (true, State::AsWanted { .. }, Some((boot, has_claims))) =
-            (counts, &member.state, found)
+        if !self.ends(index, generation) {
+            return;
+        }
+        let (State::AsWanted { .. }, Some((boot, has_claims))) =
+            (&self.members[index].state, found)
         else {
             return;
         };
@@ -222,14 +225,16 @@ impl Rollout {
     /// Asks the guests of these hosts at once if they have the claims, and repeats what failed on
     /// them. `None` stands for all guests.
     pub fn look_again(&mut self, changed: Option<&[Changed]>) {
+        let (mut hosts, mut guests) = (BTreeSet::new(), BTreeSet::new());
+        for one in changed.into_iter().flatten() {
+            match &one.guest {
+                Some(guest) => guests.insert(guest),
+                None => hosts.insert(&one.host),
+            };
+        }
+        // A guest may appear on another host.
         let is_meant = |member: &Member| {
-            changed.is_none_or(|changed| {
-                changed.iter().any(|one| {
-                    let guest = one.guest.as_ref();
-                    // A guest may appear on another host.
-                    guest.map_or(one.host == member.host, |guest| *guest == member.guest)
-                })
-            })
+            changed.is_none() || guests.contains(&member.guest) || hosts.contains(&member.host)
         };
         for (index, member) in self.members.iter().enumerate() {
             if is_meant(member) {
@@ -263,8 +268,10 @@ impl Rollout {
             return;
         }
         self.run.asked.remove(&gate);
-        let baked = Phase::Running(Stage::Gating);
-        if ![Phase::Running(Stage::Baking), baked].contains(&self.header.phase) {
+        if !matches!(
+            self.header.phase,
+            Phase::Running(Stage::Baking | Stage::Gating)
+        ) {
             return;
         }
         match answer {
