@@ -24,8 +24,7 @@ use tonic::{Request, Status};
 
 pub use patchbay_access::connect::TlsFiles;
 
-pub use self::error::{CallError, Verdict};
-
+pub use self::error::CallError;
 use crate::store::registry::GuestRecord;
 
 /// The maximum number of concurrent calls to a host. A host serves 128 calls of one connection. Its

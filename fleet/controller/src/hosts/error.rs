@@ -4,10 +4,12 @@
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
 
+use crate::rollout::Failure;
+
 /// An error of a guest's service, and its consequence for a change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallError {
-    pub verdict: Verdict,
+    pub failure: Failure,
     pub is_certificate_refused: bool,
     /// True if the host does not have the guest, or does not answer.
     pub may_have_moved: bool,
@@ -18,24 +20,13 @@ pub struct CallError {
     pub why: String,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
-    /// The service refused the change. It refuses a repeat too, unless the guest has changed.
-    Refused,
-    /// The service refused the change temporarily.
-    Busy,
-    /// The outcome is unknown, because there was no answer or the answer did not come from the
-    /// service.
-    Unknown,
-}
-
 impl CallError {
     pub fn new(status: &Status) -> Self {
         let info = status.get_details_error_info();
         let info = info.filter(|info| info.domain == patchbay_proto::ERROR_DOMAIN);
         let Some(info) = info else {
             return Self {
-                verdict: Verdict::Unknown,
+                failure: Failure::Unknown,
                 is_certificate_refused: false,
                 may_have_moved: true,
                 has_booted: false,
@@ -46,22 +37,22 @@ impl CallError {
                 },
             };
         };
-        let verdict = match info.reason.as_str() {
+        let failure = match info.reason.as_str() {
             "GUEST_BUSY"
             | "QUEUE_FULL"
             | "VCPU_NOT_STOPPED"
             | "TOO_MANY_CALLS"
-            | "TOO_MANY_CONNECTIONS" => Verdict::Busy,
+            | "TOO_MANY_CONNECTIONS" => Failure::Busy,
             // The call is repeated with the certificate that is present at that time.
-            "CERTIFICATE_REFUSED" => Verdict::Unknown,
+            "CERTIFICATE_REFUSED" => Failure::Unknown,
             // The guest may be on its way to another host, or its daemon is just starting.
-            "GUEST_NOT_FOUND" => Verdict::Unknown,
-            "INTERNAL" | "CANCELLED" | "ENDPOINT_ENDING" | "WRITE_FAULT" => Verdict::Unknown,
-            _ if status.code() == Code::Unavailable => Verdict::Unknown,
-            _ => Verdict::Refused,
+            "GUEST_NOT_FOUND" => Failure::Unknown,
+            "INTERNAL" | "CANCELLED" | "ENDPOINT_ENDING" | "WRITE_FAULT" => Failure::Unknown,
+            _ if status.code() == Code::Unavailable => Failure::Unknown,
+            _ => Failure::Refused,
         };
         Self {
-            verdict,
+            failure,
             is_certificate_refused: info.reason == "CERTIFICATE_REFUSED",
             may_have_moved: info.reason == "GUEST_NOT_FOUND",
             has_booted: info.reason == "BOOT_CHANGED",

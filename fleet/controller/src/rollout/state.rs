@@ -53,14 +53,16 @@ impl Phase {
     }
 }
 
-/// The kinds of failed calls.
+/// The consequence of a failed call for the change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Failure {
-    /// The guest refused the claims, or some of them.
+    /// The guest refused the claims, or some of them. It refuses a repeat too, unless it has
+    /// changed.
     Refused,
-    /// The guest was busy, or could not be observed before the change.
+    /// The guest refused temporarily, or could not be observed before the change.
     Busy,
-    /// No answer revealed the outcome, so the claims may have been made.
+    /// The outcome is unknown, because there was no answer or the answer did not come from the
+    /// guest's service. The claims may have been made.
     Unknown,
 }
 

@@ -7,7 +7,7 @@ use patchbay_proto::v1;
 use tonic::Status;
 
 use crate::clock::now;
-use crate::hosts::{CallError, Hosts, Verdict};
+use crate::hosts::{CallError, Hosts};
 use crate::plan::{Asks, not_made};
 use crate::rollout::{
     ClaimOutcome, Failure, GateAnswer, Health, Member, Millis, ReleaseOutcome, Rollout,
@@ -143,7 +143,7 @@ pub async fn claim(
         Err(error) => match error.seen {
             Some(seen) => ClaimOutcome::Stale { seen },
             None => ClaimOutcome::Failed {
-                failure: failure(&error),
+                failure: error.failure,
                 why: error.why,
             },
         },
@@ -295,14 +295,6 @@ fn made(answer: &v1::SetClaimsResponse, ttl_ms: Option<u64>) -> ClaimOutcome {
         },
         [first] => refused(first.clone()),
         [first, more @ ..] => refused(format!("{first}; and {} more of {count}", more.len())),
-    }
-}
-
-fn failure(error: &CallError) -> Failure {
-    match error.verdict {
-        Verdict::Busy => Failure::Busy,
-        Verdict::Unknown => Failure::Unknown,
-        Verdict::Refused => Failure::Refused,
     }
 }
 
