@@ -91,12 +91,12 @@ impl Asks {
         let of_keys = of_keys.filter(|claim| claim.of == ClaimOf::Keys);
         let of_keys = of_keys.map(|claim| v1::KeyClaim {
             patterns: claim.patterns.clone(),
-            want: want(claim.want).into(),
+            want: claim.want.to_proto().into(),
             ..v1::KeyClaim::default()
         });
         let of_tracepoints = tracepoints.iter().map(|(state, tracepoint)| v1::KeyClaim {
             key: tracepoint.key.clone(),
-            want: want(*state).into(),
+            want: state.to_proto().into(),
             ..v1::KeyClaim::default()
         });
         let request = v1::SetClaimsRequest {
@@ -116,7 +116,7 @@ impl Asks {
         let set = &member.plan.set;
         let claims = set.claims().iter().map(|claim| v1::KeyClaim {
             key: claim.key.clone(),
-            want: want(claim.want).into(),
+            want: claim.want.to_proto().into(),
             ..v1::KeyClaim::default()
         });
         v1::SetClaimsRequest {
@@ -152,14 +152,6 @@ impl Asks {
             reason: self.reason.clone(),
             ..v1::SetClaimsRequest::default()
         }
-    }
-}
-
-fn want(want: Want) -> v1::ClaimWant {
-    match want {
-        Want::On => v1::ClaimWant::On,
-        Want::Off => v1::ClaimWant::Off,
-        Want::Held => v1::ClaimWant::Held,
     }
 }
 

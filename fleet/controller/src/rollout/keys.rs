@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use patchbay_proto::text::hex;
+use patchbay_proto::v1;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -26,6 +27,14 @@ impl Want {
             Self::On => "on",
             Self::Off => "off",
             Self::Held => "held",
+        }
+    }
+
+    pub fn to_proto(self) -> v1::ClaimWant {
+        match self {
+            Self::On => v1::ClaimWant::On,
+            Self::Off => v1::ClaimWant::Off,
+            Self::Held => v1::ClaimWant::Held,
         }
     }
 }

@@ -287,12 +287,7 @@ impl Guest {
         self.generation += 1;
         let claims = wants.iter().map(|(key, want)| v1::KeyClaim {
             key: (*key).to_owned(),
-            want: match want {
-                Want::On => v1::ClaimWant::On,
-                Want::Off => v1::ClaimWant::Off,
-                Want::Held => v1::ClaimWant::Held,
-            }
-            .into(),
+            want: want.to_proto().into(),
             ..v1::KeyClaim::default()
         });
         let request = v1::SetClaimsRequest {
