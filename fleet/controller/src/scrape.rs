@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Exports Prometheus metrics of a replica. Labels are phases, states and outcomes, and the names
-//! of at most [`MAX_ROLLOUTS`] active rollouts.
+//! of at most [`MAX_ROLLOUTS`] rollouts that are active or wait for guests.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ use prometheus_client::registry::Registry;
 use crate::controller::Controller;
 use crate::rollout::{Member, State};
 
-/// The maximum number of active rollouts that are named in labels. The newest come first.
+/// The maximum number of rollouts that are named in labels. The newest come first.
 const MAX_ROLLOUTS: usize = 20;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -64,8 +64,9 @@ fn now(controller: &Controller, registry: &mut Registry) {
             let is_waiting = |member: &Member| {
                 member.state.is_late() || matches!(member.state, State::Releasing { .. })
             };
-            let is_shown = phase.is_active() || rollout.members().iter().any(is_waiting);
-            if !is_shown || named == MAX_ROLLOUTS {
+            if named == MAX_ROLLOUTS
+                || !(phase.is_active() || rollout.members().iter().any(is_waiting))
+            {
                 continue;
             }
             named += 1;
