@@ -131,8 +131,7 @@ impl TryFrom<GateFields> for GateSpec {
     type Error = &'static str;
 
     fn try_from(fields: GateFields) -> Result<Self, Self::Error> {
-        let given = fields.timeout.map(Duration::millis);
-        let timeout_ms = given.unwrap_or(DEFAULT_TIMEOUT_MS);
+        let timeout_ms = fields.timeout.map_or(DEFAULT_TIMEOUT_MS, Duration::millis);
         let errors = fields
             .max_errors
             .map(|Percent(max_percent)| WaveGateKind::Errors {
@@ -172,9 +171,8 @@ impl TryFrom<GateFields> for GateSpec {
                         prometheus",
             );
         };
-        let is_asked = given.or(fields.interval.map(Duration::millis));
-        let is_asked = is_asked.or(fields.patience.map(Duration::millis));
-        if is_asked.is_some() && kind.timeout_ms().is_none() {
+        let times = [fields.timeout, fields.interval, fields.patience];
+        if times.iter().any(Option::is_some) && kind.timeout_ms().is_none() {
             return Err(
                 "timeout, interval and patience belong to command, agent_health, grpc and \
                  prometheus",
