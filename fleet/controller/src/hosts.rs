@@ -20,7 +20,7 @@ use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 use patchbay_proto::{TraceParent, client, v1};
 use tokio::sync::{Semaphore, watch};
 use tonic::transport::Channel;
-use tonic::{Request, Status};
+use tonic::{Request, Response, Status};
 
 pub use patchbay_access::connect::TlsFiles;
 
@@ -301,6 +301,15 @@ impl Host {
         status
     }
 
+    /// Makes a call with a limit on its whole time.
+    async fn answer<T>(
+        &self,
+        call: impl Future<Output = Result<Response<T>, Status>>,
+    ) -> Result<T, Status> {
+        let answer = within(call).await;
+        Ok(answer.map_err(|status| self.look_at(status))?.into_inner())
+    }
+
     pub async fn list_guests(&self) -> Result<Vec<v1::GuestStatus>, Status> {
         let _permit = self.permit().await?;
         let (mut found, mut page_token) = (Vec::new(), String::new());
@@ -312,9 +321,7 @@ impl Host {
                 patterns: vec![],
             };
             let mut guests = self.guests();
-            let page = within(guests.list_guests(timed(request))).await;
-            let page = page.map_err(|status| self.look_at(status))?;
-            let page = page.into_inner();
+            let page = self.answer(guests.list_guests(timed(request))).await?;
             let next = pages.next(&page, &page.next_page_token)?;
             found.extend(page.guests);
             match next {
@@ -329,11 +336,7 @@ impl Host {
         request: v1::SetClaimsRequest,
     ) -> Result<v1::SetClaimsResponse, Status> {
         let _permit = self.permit().await?;
-        within(async {
-            let answer = self.keys().set_claims(timed(request)).await;
-            Ok(answer.map_err(|status| self.look_at(status))?.into_inner())
-        })
-        .await
+        self.answer(self.keys().set_claims(timed(request))).await
     }
 
     /// Returns the claims of the owner with this name, and the guest's boot.
@@ -346,8 +349,10 @@ impl Host {
         let mut request = claims_of(guest, owner, 10_000);
         let _permit = self.permit().await?;
         loop {
-            let page = self.keys().list_claims(timed(request.clone())).await;
-            let page = page.map_err(|status| self.look_at(status))?.into_inner();
+            let mut keys = self.keys();
+            let page = self
+                .answer(keys.list_claims(timed(request.clone())))
+                .await?;
             let next = pages.next(&page, &page.next_page_token)?;
             claims.extend(page.claims);
             match next {
@@ -361,8 +366,9 @@ impl Host {
     pub async fn boot(&self, guest: &str, owner: &str) -> Result<(String, bool), Status> {
         let _permit = self.permit().await?;
         let mut keys = self.keys();
-        let page = within(keys.list_claims(timed(claims_of(guest, owner, 1)))).await;
-        let page = page.map_err(|status| self.look_at(status))?.into_inner();
+        let page = self
+            .answer(keys.list_claims(timed(claims_of(guest, owner, 1))))
+            .await?;
         Ok((page.boot, !page.claims.is_empty()))
     }
 
@@ -378,8 +384,9 @@ impl Host {
             patterns,
             ..v1::ListStaticKeysRequest::default()
         };
-        let answer = self.keys().list_static_keys(timed(request)).await?;
-        Ok(answer.into_inner().keys)
+        let mut keys = self.keys();
+        let answer = self.answer(keys.list_static_keys(timed(request))).await?;
+        Ok(answer.keys)
     }
 
     /// Returns the guest's status after a call for its keys, which discovers the kernel.
@@ -390,12 +397,13 @@ impl Host {
             page_size: 1,
             ..v1::ListStaticKeysRequest::default()
         };
-        self.keys().list_static_keys(timed(request)).await?;
+        let (mut keys, mut guests) = (self.keys(), self.guests());
+        self.answer(keys.list_static_keys(timed(request))).await?;
         let request = v1::DescribeGuestRequest {
             guest: guest.to_owned(),
         };
-        let answer = self.guests().describe_guest(timed(request)).await?;
-        Ok(answer.into_inner().guest_status())
+        let answer = self.answer(guests.describe_guest(timed(request))).await?;
+        Ok(answer.guest_status())
     }
 
     /// Returns the key with all its sites.
@@ -410,8 +418,8 @@ impl Host {
         };
         let (mut sites, mut pages) = (Vec::new(), Pages::of("sites"));
         loop {
-            let page = keys.get_static_key(timed(request.clone())).await?;
-            let page = page.into_inner();
+            let call = keys.get_static_key(timed(request.clone()));
+            let page = self.answer(call).await?;
             let next = pages.next(&page, &page.next_page_token)?;
             let mut key = page.key.unwrap_or_default();
             sites.append(&mut key.sites);
@@ -432,8 +440,8 @@ impl Host {
         };
         let (mut holds, mut pages) = (Vec::new(), Pages::of("holds"));
         loop {
-            let page = self.keys().list_holds(timed(request.clone())).await?;
-            let page = page.into_inner();
+            let mut keys = self.keys();
+            let page = self.answer(keys.list_holds(timed(request.clone()))).await?;
             let next = pages.next(&page, &page.next_page_token)?;
             holds.extend(page.holds);
             match next {
@@ -461,8 +469,8 @@ impl Host {
         let mut client = client.max_decoding_message_size(MAX_ANSWER_BYTES);
         let (mut found, mut pages) = (Vec::new(), Pages::of("tracepoints"));
         loop {
-            let page = within(client.list_tracepoints(timed(request.clone()))).await;
-            let page = page.map_err(|status| self.look_at(status))?.into_inner();
+            let call = client.list_tracepoints(timed(request.clone()));
+            let page = self.answer(call).await?;
             let next = pages.next(&page, &page.next_page_token)?;
             found.extend(page.tracepoints);
             match next {
@@ -481,9 +489,8 @@ impl Host {
             guest: guest.to_owned(),
         };
         let mut tracepoints = TracepointsServiceClient::new(self.channel());
-        let answer = tracepoints.describe_agent(timed(request)).await;
-        let answer = answer.map_err(|status| why(&self.look_at(status)))?;
-        let health = answer.into_inner();
+        let answer = self.answer(tracepoints.describe_agent(timed(request)));
+        let health = answer.await.map_err(|status| why(&status))?;
         match health.absent.is_empty() {
             true => Ok(health),
             false => Err(health.absent),
