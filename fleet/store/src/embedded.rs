@@ -152,7 +152,7 @@ impl Store for EmbeddedStore {
 
     async fn revoke(&self, lease: LeaseId) -> Result<(), StoreError> {
         self.shared.leases().remove(&lease.0);
-        self.run(move |shared| shared.delete_leased(&[lease.0]))
+        self.run(move |shared| shared.delete_leased(|of| of == lease.0))
             .await
     }
 }
@@ -196,22 +196,16 @@ impl Shared {
 
     /// Creates the tables, loads the revision from the file, and deletes the keys of leases.
     fn initialise(&mut self) -> Result<(), StoreError> {
-        let mut leases = Vec::new();
         let revision = self.write(|transaction| {
             let mut meta = transaction.open_table(META)?;
             meta.insert("format", FORMAT)?;
             transaction.open_table(HISTORY_TABLE)?;
+            transaction.open_table(ENTRIES)?;
             let revision = meta.get("revision")?.map_or(0, |value| value.value());
-            for item in transaction.open_table(ENTRIES)?.iter()? {
-                let (_, _, lease, _) = item?.1.value();
-                if lease != 0 {
-                    leases.push(lease);
-                }
-            }
             Ok(revision)
         })?;
         self.revision.send_replace(revision);
-        self.delete_leased(&leases)
+        self.delete_leased(|lease| lease != 0)
     }
 
     fn leases(&self) -> MutexGuard<'_, BTreeMap<i64, Lease>> {
@@ -301,12 +295,13 @@ impl Shared {
         })
     }
 
-    fn delete_leased(&self, gone: &[i64]) -> Result<(), StoreError> {
+    /// Deletes the keys whose lease is gone. A key without a lease has lease 0.
+    fn delete_leased(&self, is_gone: impl Fn(i64) -> bool) -> Result<(), StoreError> {
         let keys: Vec<String> = self.read(|transaction| {
             let mut keys = Vec::new();
             for item in transaction.open_table(ENTRIES)?.iter()? {
                 let (key, value) = item?;
-                if gone.contains(&value.value().2) {
+                if is_gone(value.value().2) {
                     keys.push(key.value().to_owned());
                 }
             }
@@ -518,7 +513,10 @@ async fn expire_leases(store: std::sync::Weak<Shared>) {
         }
         // The lease is removed before its keys, so that a put under it is refused from now on.
         shared.leases().retain(|id, _| !gone.contains(id));
-        let deleted = tokio::task::spawn_blocking(move || shared.delete_leased(&gone)).await;
+        let deleted = tokio::task::spawn_blocking(move || {
+            shared.delete_leased(|lease| gone.contains(&lease))
+        })
+        .await;
         if let Ok(Err(error)) = deleted {
             tracing::error!("keys of expired leases are not deleted: {error}");
         }
