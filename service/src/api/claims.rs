@@ -238,7 +238,7 @@ fn result(answer: &KeyAnswer) -> v1::ClaimResult {
 fn left_out(keys: &LeftOut) -> v1::LeftOut {
     v1::LeftOut {
         reason: keys.reason.as_str().to_owned(),
-        count: u32::try_from(keys.count).unwrap_or(u32::MAX),
+        count: convert::to_u32(keys.count),
         names: keys.names.iter().map(ToString::to_string).collect(),
     }
 }

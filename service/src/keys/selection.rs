@@ -85,6 +85,9 @@ pub(super) fn resolve(
     })
 }
 
+/// The reasons for which patterns leave keys out.
+const REASONS: [KeyRefusal; 3] = [KeyRefusal::Guarded, KeyRefusal::Sealed, KeyRefusal::Never];
+
 struct Resolver<'a> {
     registration: &'a Registration,
     deadline: Instant,
@@ -113,41 +116,29 @@ impl<'a> Resolver<'a> {
     ) -> Result<(), KeysError> {
         let registration = self.registration;
         let before = self.ops.len();
-        let mut out = Unchangeable::default();
+        let mut out = Vec::new();
         for (index, (key, is_sealed)) in registration.catalog.keys_with_seals().enumerate() {
             self.check_time(index)?;
             if !selection.has(key) {
                 continue;
             }
+            let full_name = || key.full_name.clone();
+            let (reason, error) = match key.class {
+                Class::Guarded if !allow_guarded => {
+                    (KeyRefusal::Guarded, PlanError::Guarded { key: full_name() })
+                }
+                Class::Never => (KeyRefusal::Never, PlanError::Never { key: full_name() }),
+                _ if is_sealed => (KeyRefusal::Sealed, PlanError::Sealed { key: full_name() }),
+                _ => {
+                    self.add(key, op);
+                    continue;
+                }
+            };
             // A literal name means exactly that key, so it is refused like a single key.
-            let named = || selection.patterns.name(key.module(), key.name());
-            if key.class == Class::Guarded && !allow_guarded {
-                if named() {
-                    return Err(KeysError::from(&PlanError::Guarded {
-                        key: key.full_name.clone(),
-                    }));
-                }
-                out.guarded += 1;
-                self.left_out.insert(key.id, KeyRefusal::Guarded);
-            } else if key.class == Class::Never {
-                if named() {
-                    return Err(KeysError::from(&PlanError::Never {
-                        key: key.full_name.clone(),
-                    }));
-                }
-                out.never += 1;
-                self.left_out.insert(key.id, KeyRefusal::Never);
-            } else if is_sealed {
-                if named() {
-                    return Err(KeysError::from(&PlanError::Sealed {
-                        key: key.full_name.clone(),
-                    }));
-                }
-                out.sealed += 1;
-                self.left_out.insert(key.id, KeyRefusal::Sealed);
-            } else {
-                self.add(key, op);
+            if selection.patterns.name(key.module(), key.name()) {
+                return Err(KeysError::from(&error));
             }
+            out.push((key.id, reason));
         }
         for name in selection.patterns.plain_names() {
             let known = |key: &Key| Patterns::is_named(name, key.module(), key.name());
@@ -160,15 +151,16 @@ impl<'a> Resolver<'a> {
             }
         }
         if self.ops.len() == before {
-            return Err(nothing(&selection.patterns.to_string(), out));
+            return Err(nothing(&selection.patterns.to_string(), &out));
         }
+        self.left_out.extend(out);
         self.finish(before)
     }
 
     fn query(&mut self, queries: &DebugQueries, op: Op) -> Result<(), KeysError> {
         let registration = self.registration;
         let before = self.ops.len();
-        let mut out = Unchangeable::default();
+        let mut out = Vec::new();
         for (index, (id, site)) in registration.debug.iter().enumerate() {
             self.check_time(index)?;
             let key = queries.select(site).then(|| registration.catalog.key(id));
@@ -176,19 +168,19 @@ impl<'a> Resolver<'a> {
                 continue;
             };
             if registration.catalog.is_ro_after_init(key.id) {
-                out.sealed += 1;
-                self.left_out.insert(key.id, KeyRefusal::Sealed);
+                out.push((key.id, KeyRefusal::Sealed));
             } else {
                 self.add(key, op);
             }
         }
         if self.ops.len() == before {
             let queries = queries.to_string();
-            return Err(match out.sealed {
-                0 => KeysError::NoDebugSite { queries },
-                _ => nothing(&queries, out),
+            return Err(match out.is_empty() {
+                true => KeysError::NoDebugSite { queries },
+                false => nothing(&queries, &out),
             });
         }
+        self.left_out.extend(out);
         self.finish(before)
     }
 
@@ -229,7 +221,6 @@ impl<'a> Resolver<'a> {
 
 /// Returns the keys that are left out, by reason.
 fn by_reason(registration: &Registration, keys: &BTreeMap<KeyId, KeyRefusal>) -> Vec<LeftOut> {
-    let reasons = [KeyRefusal::Guarded, KeyRefusal::Sealed, KeyRefusal::Never];
     let of = |reason: KeyRefusal| {
         let keys = keys.iter().filter(|(_, why)| **why == reason);
         let keys = keys.filter_map(|(id, _)| registration.catalog.key(*id));
@@ -241,58 +232,35 @@ fn by_reason(registration: &Registration, keys: &BTreeMap<KeyId, KeyRefusal>) ->
             names: names.into_iter().take(MAX_NAMES).cloned().collect(),
         }
     };
-    let all = reasons.into_iter().map(of);
+    let all = REASONS.into_iter().map(of);
     all.filter(|left_out| left_out.count > 0).collect()
 }
 
-/// Numbers of keys that one selection matches but that may not be changed.
-#[derive(Clone, Copy, Default)]
-struct Unchangeable {
-    guarded: usize,
-    sealed: usize,
-    never: usize,
-}
-
-/// Returns the error for a selection that matches nothing.
-fn nothing(patterns: &str, out: Unchangeable) -> KeysError {
+/// Returns the error for a selection of which no key is left.
+fn nothing(patterns: &str, out: &[(KeyId, KeyRefusal)]) -> KeysError {
     let all_refused = |reason, message| KeysError::KeyRefused {
         key: RefusedKey::Selected(patterns.to_owned()),
         reason,
         message,
     };
-    match out {
-        Unchangeable {
-            guarded: 0,
-            sealed: 0,
-            never: 0,
-        } => KeysError::NothingSelected {
+    let count = |of| out.iter().filter(|(_, reason)| *reason == of).count();
+    match REASONS.map(count) {
+        [0, 0, 0] => KeysError::NothingSelected {
             patterns: patterns.to_owned(),
         },
-        Unchangeable {
-            guarded: 0,
-            sealed,
-            never: 0,
-        } => all_refused(
+        [0, sealed, 0] => all_refused(
             KeyRefusal::Sealed,
             format!(
                 "all {sealed} keys that match {patterns} are sealed: they cannot change after the kernel's init; set them by the kernel command line"
             ),
         ),
-        Unchangeable {
-            guarded: 0,
-            sealed,
-            never,
-        } => all_refused(
+        [0, sealed, never] => all_refused(
             KeyRefusal::Never,
             format!(
                 "of the keys that match {patterns}, {never} gate a static call that may be NULL and {sealed} are sealed, and none is left: switching them would crash the guest; leave them to the guest's kernel"
             ),
         ),
-        Unchangeable {
-            guarded,
-            sealed,
-            never,
-        } => all_refused(
+        [guarded, sealed, never] => all_refused(
             KeyRefusal::Guarded,
             format!(
                 "of the keys that match {patterns}, {guarded} are guarded, {sealed} sealed and {never} never changed, and none is left: what else depends on guarded keys is known to the guest alone; permit guarded keys if you know"

@@ -65,7 +65,7 @@ impl Book {
 
     /// Returns whether a claim keeps a tracepoint on without a hold, because the guest had it on.
     pub fn is_claimed_on(&self, name: &str, key: KeyInstance, state: &KeyState) -> bool {
-        let claims = self.claims.key(name).filter(|_| state.tracepoint);
+        let claims = state.tracepoint.then(|| self.claims.key(name)).flatten();
         claims.is_some_and(|claims| {
             let mut claims = claims.clone();
             claims.follow_guest(key, self.holds.copy(key), state);

@@ -106,6 +106,14 @@ pub struct Seen {
     pub no_probes: bool,
 }
 
+impl Seen {
+    /// Returns whether only clients keep a tracepoint on. Their holds hide a reference of the
+    /// guest, and the last of them turns the tracepoint off, even if the guest had it on.
+    pub fn is_on_for_clients_alone(&self) -> bool {
+        self.tracepoint && self.others > 0 && self.own == 0
+    }
+}
+
 /// The references that a key must have.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Target {
@@ -230,9 +238,8 @@ impl KeyClaims {
     pub fn observe(&mut self, seen: &Seen) {
         let has = |owner: &Owner| seen.holders.contains(&owner.holder());
         let lost = self.on.as_ref().is_some_and(|owner| !has(owner));
-        // An ON takes no hold on a tracepoint that is on already. Clients that fire the tracepoint
-        // later hide the guest's reference.
-        let hides = seen.tracepoint && seen.others > 0 && seen.own == 0;
+        // An ON takes no hold on a tracepoint that is on already, and clients may fire it later.
+        let hides = seen.is_on_for_clients_alone();
         let mut is_hidden = false;
         let wanted = || self.decider().map(|claim| claim.want);
         let changed = match self.ended.or_else(wanted) {
@@ -323,10 +330,8 @@ impl KeyClaims {
                 Want::Off => break (0, original, None),
                 // A reference that was taken away stays so, whatever the guest has taken since.
                 _ => {
-                    let needed = self.on.is_some() || original == 0;
-                    // The last client that stops firing a tracepoint turns it off, even if the
-                    // guest had it on.
-                    let needed = needed || seen.tracepoint && seen.others > 0 && seen.own == 0;
+                    let needed =
+                        self.on.is_some() || original == 0 || seen.is_on_for_clients_alone();
                     let on = needed.then(|| claim.owner.clone());
                     break match needed && seen.tracepoint {
                         true => (0, original, on),

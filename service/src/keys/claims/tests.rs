@@ -204,9 +204,9 @@ fn an_off_takes_the_guests_references_by_consent_and_gives_them_back() {
     assert_eq!(guest.own, 2);
 }
 
-/// An OFF has ended, but the key could not be changed yet. The older ON decides meanwhile.
-#[test]
-fn references_that_could_not_be_returned_yet_void_no_older_claim() {
+/// Returns a guest that had a key on. It has an ON of the first owner, and above it an OFF of the
+/// second one that has ended while the key could not be changed yet.
+fn beneath_an_off_that_has_ended() -> Guest {
     let [a, b] = [0, 1].map(owner);
     let mut guest = Guest {
         own: 1,
@@ -215,6 +215,13 @@ fn references_that_could_not_be_returned_yet_void_no_older_claim() {
     guest.set(&a, Some(Want::On), false).expect("it is on");
     guest.set(&b, Some(Want::Off), true).expect("consent");
     assert!(guest.claims.take(&b));
+    guest
+}
+
+/// An OFF has ended, but the key could not be changed yet. The older ON decides meanwhile.
+#[test]
+fn references_that_could_not_be_returned_yet_void_no_older_claim() {
+    let (a, mut guest) = (owner(0), beneath_an_off_that_has_ended());
     // The next attempt.
     guest.set(&owner(2), None, false).expect("returned");
     assert_eq!(guest.own, 1);
@@ -257,14 +264,7 @@ fn a_change_that_is_still_to_be_made_voids_no_older_claim() {
 /// Meanwhile, the guest turns the key on again itself.
 #[test]
 fn a_key_that_the_guest_has_turned_on_gets_no_further_reference() {
-    let [a, b] = [0, 1].map(owner);
-    let mut guest = Guest {
-        own: 1,
-        ..Guest::default()
-    };
-    guest.set(&a, Some(Want::On), false).expect("it is on");
-    guest.set(&b, Some(Want::Off), true).expect("consent");
-    assert!(guest.claims.take(&b));
+    let (a, mut guest) = (owner(0), beneath_an_off_that_has_ended());
     guest.own = 1;
     guest.set(&owner(2), None, false).expect("the next attempt");
     assert_eq!(guest.count(), 1, "not 2");

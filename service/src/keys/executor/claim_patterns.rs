@@ -13,25 +13,25 @@ use crate::keys::registry::Registration;
 use crate::keys::request::{KeyUpdate, Target};
 use crate::keys::selection;
 
-/// Returns the same request for the keys that its patterns select, ordered by name, and the keys
-/// that they leave out.
+/// Replaces the patterns of the request by the keys that they select, ordered by name. Returns the
+/// keys that they leave out.
 ///
 /// # Errors
 /// The same errors as for an update by these patterns, and [`KeysError::InvalidArgument`] if a key
 /// is selected with two wanted states or if there are too many keys.
 pub(super) fn resolve(
     registration: &Registration,
-    request: &ClaimsRequest,
-) -> Result<(ClaimsRequest, Vec<LeftOut>), KeysError> {
+    request: &mut ClaimsRequest,
+) -> Result<Vec<LeftOut>, KeysError> {
     let update = |selection| KeyUpdate {
         keys: Target::Selection(Box::new(selection)),
         // The op is not used: only the selected keys are.
         op: Op::Enable,
     };
-    let selections = request.selections.iter();
-    let updates: Vec<KeyUpdate> = selections
-        .map(|(selection, _)| update(selection.clone()))
-        .collect();
+    let selections = std::mem::take(&mut request.selections).into_iter();
+    let (updates, wants): (Vec<KeyUpdate>, Vec<Want>) = selections
+        .map(|(selection, want)| (update(selection), want))
+        .unzip();
     let guarded = request.allow_guarded;
     let resolved = selection::resolve(registration, &updates, guarded, request.deadline);
     let Resolved {
@@ -40,14 +40,15 @@ pub(super) fn resolve(
         left_out,
         ..
     } = resolved.map_err(of_claims)?;
-    let mut claims: BTreeMap<String, Want> = request.claims.iter().cloned().collect();
+    let claims = std::mem::take(&mut request.claims);
+    let mut claims: BTreeMap<String, Want> = claims.into_iter().collect();
     let mut keys = updates
         .iter()
         .filter_map(|update| registration.catalog.key(update.key));
-    for ((_, want), selected) in request.selections.iter().zip(selected) {
+    for (want, selected) in wants.into_iter().zip(selected) {
         for key in keys.by_ref().take(selected) {
-            let other = claims.insert(key.full_name.to_string(), *want);
-            if let Some(other) = other.filter(|other| other != want) {
+            let other = claims.insert(key.full_name.to_string(), want);
+            if let Some(other) = other.filter(|other| *other != want) {
                 let (key, other, want) = (&key.full_name, other.name(), want.name());
                 let message =
                     format!("key {key} is claimed {other} and {want}; claim each key once");
@@ -62,12 +63,8 @@ pub(super) fn resolve(
         );
         return Err(KeysError::invalid("claims", message));
     }
-    let request = ClaimsRequest {
-        claims: claims.into_iter().collect(),
-        selections: Vec::new(),
-        ..request.clone()
-    };
-    Ok((request, left_out))
+    request.claims = claims.into_iter().collect();
+    Ok(left_out)
 }
 
 /// Replaces the field name in an error about updates by that of this request.

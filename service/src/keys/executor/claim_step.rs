@@ -293,7 +293,7 @@ impl<G: Guest> Executor<G> {
             step.holds.set_probes(state.probes);
         }
         // The guest's reference stays when the remaining holds end.
-        if seen.tracepoint && seen.own == 0 && seen.others > 0 && target.own > 0 {
+        if seen.is_on_for_clients_alone() && target.own > 0 {
             step.holds.set_probes(None);
         }
     }

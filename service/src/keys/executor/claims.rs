@@ -147,7 +147,7 @@ impl<G: Guest> Executor<G> {
     /// Replaces the claims of an owner.
     pub(super) fn set_claims(
         &mut self,
-        request: &ClaimsRequest,
+        mut request: ClaimsRequest,
         reply: &Reply<Arc<ClaimsOutcome>>,
         standstill: &mut Standstill<'_, G>,
     ) -> Result<Arc<ClaimsOutcome>, KeysError> {
@@ -157,20 +157,15 @@ impl<G: Guest> Executor<G> {
         };
         // This adopts the ledger, and forgets claims of an earlier boot.
         let snapshot = self.snapshot()?;
-        let (mut resolved, mut left_out) = (None, Vec::new());
-        let request = match request.selections.is_empty() {
-            true => request,
-            false => {
-                // A caller who may claim no key at all must not have its patterns compared with
-                // keys. `Use::GiveBack` counts nothing: a repeat of made claims needs no room in a
-                // cap.
-                self.shared
-                    .permit(&request.caller, Vec::new, Use::GiveBack)?;
-                let (request, out) = claim_patterns::resolve(&snapshot.registration, request)?;
-                left_out = out;
-                &*resolved.insert(request)
-            }
-        };
+        let mut left_out = Vec::new();
+        if !request.selections.is_empty() {
+            // A caller who may claim no key at all must not have its patterns compared with keys.
+            // `Use::GiveBack` counts nothing: a repeat of made claims needs no room in a cap.
+            self.shared
+                .permit(&request.caller, Vec::new, Use::GiveBack)?;
+            left_out = claim_patterns::resolve(&snapshot.registration, &mut request)?;
+        }
+        let request = &request;
         let mut outcome = ClaimsOutcome {
             intent_digest: intent_digest(&request.claims),
             left_out,
@@ -212,8 +207,6 @@ impl<G: Guest> Executor<G> {
             return Err(too_many(error));
         }
         let now = self.shared.clock.now();
-        // The ledger keeps no earlier time.
-        let made_at = request.made_at.map(|at| at.max(SystemTime::UNIX_EPOCH));
         let names = request.claims.iter().map(|(name, _)| name.clone());
         let keys: BTreeSet<String> = names.chain(claimed).collect();
         let wanted = Wanted {
@@ -229,7 +222,10 @@ impl<G: Guest> Executor<G> {
             boot: outcome.boot.clone(),
             ends: false,
             expires: request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl)),
-            made_at: made_at.map(|at| at.min(SystemTime::now())),
+            // The ledger keeps no earlier time, and a time in the future counts as now.
+            made_at: request
+                .made_at
+                .map(|at| at.max(SystemTime::UNIX_EPOCH).min(SystemTime::now())),
             reason: format!(
                 "claims of {} in generation {}{}{}",
                 request.name,

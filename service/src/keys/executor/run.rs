@@ -82,7 +82,7 @@ impl<G: Guest> Executor<G> {
                     let _ = reply.send(result);
                 }
                 Ok(Command::Claim(request, reply)) => {
-                    let result = self.set_claims(&request, &reply, &mut standstill);
+                    let result = self.set_claims(*request, &reply, &mut standstill);
                     // A client that is gone can repeat the request with the same generation.
                     let _ = reply.send(result);
                 }

@@ -97,12 +97,11 @@ impl Rig {
     }
 
     async fn op(&self, name: &str, op: Op, force: bool) -> Result<(), KeysError> {
-        let update = KeyUpdate::new(name, op);
-        let second = Duration::from_secs(1);
-        let deadline = Instant::now() + Duration::from_secs(10);
-        let mut request = UpdateRequest::new(vec![update], "uid:0", second, deadline);
-        request.force = force;
-        self.keys.update(request).await.map(drop)
+        let update = UpdateRequest {
+            force,
+            ..update("uid:0", name, op)
+        };
+        self.keys.update(update).await.map(drop)
     }
 
     fn listed(&self) -> Vec<(String, Verdict, bool)> {
@@ -116,6 +115,12 @@ impl Rig {
             .map(|view| (view.claim.owner.name, view.verdict, view.decides))
             .collect()
     }
+}
+
+fn update(principal: &str, name: &str, op: Op) -> UpdateRequest {
+    let second = Duration::from_secs(1);
+    let updates = vec![KeyUpdate::new(name, op)];
+    UpdateRequest::new(updates, principal, second, Instant::now() + 10 * second)
 }
 
 fn reason(result: Result<Arc<ClaimsOutcome>, KeysError>) -> &'static str {

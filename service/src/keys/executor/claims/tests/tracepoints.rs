@@ -3,7 +3,7 @@
 //! and is parked, and "unused" has no probe.
 
 use super::*;
-use crate::keys::{HoldQuery, ReleaseRequest, TracepointUpdate};
+use crate::keys::{HoldQuery, HoldView, ReleaseRequest, TracepointUpdate};
 
 impl Rig {
     /// Fires or parks an event as another client.
@@ -24,31 +24,30 @@ impl Rig {
         let update = UpdateRequest {
             tracepoints: Some(update),
             ttl,
-            ..UpdateRequest::new(
-                vec![KeyUpdate::new(name, op)],
-                "uid:7",
-                Duration::from_secs(1),
-                Instant::now() + Duration::from_secs(10),
-            )
+            ..super::update("uid:7", name, op)
         };
         self.keys.update(update).await.map(drop)
     }
 
     /// Disables a key as the client that fires it.
     async fn disable(&self, name: &str) -> Result<(), KeysError> {
-        let updates = vec![KeyUpdate::new(name, Op::Disable)];
-        let second = Duration::from_secs(1);
-        let update = UpdateRequest::new(updates, "uid:7", second, Instant::now() + 10 * second);
+        let update = update("uid:7", name, Op::Disable);
         self.keys.update(update).await.map(drop)
     }
 
-    fn holders(&self) -> Vec<String> {
+    fn holds(&self) -> Vec<HoldView> {
         let query = HoldQuery {
             page_size: 100,
             ..HoldQuery::default()
         };
-        let holds = self.keys.holds(&query).expect("no token").holds;
-        holds.iter().map(|hold| hold.holder.to_string()).collect()
+        self.keys.holds(&query).expect("no token").holds
+    }
+
+    fn holders(&self) -> Vec<String> {
+        self.holds()
+            .iter()
+            .map(|hold| hold.holder.to_string())
+            .collect()
     }
 
     /// Sets one claim, and returns its verdict and the key's count.
@@ -61,6 +60,17 @@ impl Rig {
     async fn end(&self, owner: &str, generation: u64, key: &str) -> i32 {
         self.set(owner, generation, &[]).await.expect("ended");
         self.guest.count(key)
+    }
+
+    /// Ends the claims of "a" and what the client fires, in either order.
+    async fn end_both(&self, generation: u64, key: &str, is_claim_first: bool) {
+        if is_claim_first {
+            assert_eq!(self.end("a", generation, key).await, 1);
+        }
+        self.switch(key, LEAVE).await.expect("stopped");
+        if !is_claim_first {
+            self.end("a", generation, key).await;
+        }
     }
 }
 
@@ -323,32 +333,14 @@ async fn a_claim_that_ends_leaves_to_the_guest_what_a_client_still_fires() {
         rig.switch(key, FIRE).await.expect("fired");
         rig.guest.set_probes(key, &[1, 2]);
         rig.set("a", 1, &[(key, want)]).await.expect("made");
-        match is_claim_first {
-            true => {
-                assert_eq!(rig.end("a", 2, key).await, 1);
-                rig.switch(key, LEAVE).await.expect("stopped");
-            }
-            false => {
-                rig.switch(key, LEAVE).await.expect("stopped");
-                rig.end("a", 2, key).await;
-            }
-        }
+        rig.end_both(2, key, is_claim_first).await;
         assert_eq!(rig.guest.count(key), 1, "{want:?} {is_claim_first}");
         assert!(rig.holders().is_empty() && rig.listed().is_empty());
         // The client fires what the guest traces and a claim wants otherwise.
         let key = "traced";
         rig.set("a", 3, &[(key, want)]).await.expect("made");
         rig.switch(key, FIRE).await.expect("fired");
-        match is_claim_first {
-            true => {
-                assert_eq!(rig.end("a", 4, key).await, 1);
-                rig.switch(key, LEAVE).await.expect("stopped");
-            }
-            false => {
-                rig.switch(key, LEAVE).await.expect("stopped");
-                rig.end("a", 4, key).await;
-            }
-        }
+        rig.end_both(4, key, is_claim_first).await;
         assert_eq!(rig.guest.count(key), 1, "{want:?} {is_claim_first}");
         assert!(rig.holders().is_empty() && rig.listed().is_empty());
     }
@@ -358,13 +350,8 @@ async fn a_claim_that_ends_leaves_to_the_guest_what_a_client_still_fires() {
 async fn an_on_is_void_when_an_operator_releases_its_hold_by_force() {
     let rig = rig();
     rig.claim("a", 1, "sched_switch", Want::On).await;
-    let query = HoldQuery {
-        page_size: 100,
-        ..HoldQuery::default()
-    };
-    let holds = rig.keys.holds(&query).expect("no token").holds;
     let release = ReleaseRequest {
-        ids: holds.iter().map(|hold| hold.id.clone()).collect(),
+        ids: rig.holds().iter().map(|hold| hold.id.clone()).collect(),
         caller: "uid:7".into(),
         force: true,
         request_id: None,
