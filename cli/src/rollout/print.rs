@@ -86,6 +86,14 @@ impl Printable for Rollout {
 
 /// Returns the keys that the patterns match and that are not claimed, by reason: those of the guest
 /// with the most of them.
+/// Returns the end of a list that leaves out this many elements.
+fn and_more(left_out: usize) -> String {
+    match left_out {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    }
+}
+
 fn left_out(rollout: &Rollout) -> BTreeMap<&str, &LeftOutKeys> {
     let mut most: BTreeMap<&str, &LeftOutKeys> = BTreeMap::new();
     for keys in rollout.guests.iter().flat_map(|guest| &guest.left_out) {
@@ -134,17 +142,11 @@ impl Printable for ReviewedRollout {
                 .take(SHOWN_TRACEPOINTS)
                 .copied()
                 .collect();
-            let more = match tracepoints.len() - shown.len() {
-                0 => String::new(),
-                more => format!(" and {more} more"),
-            };
+            let more = and_more(tracepoints.len() - shown.len());
             let _ = writeln!(text, "  tracepoints: {}{more}", shown.join(", "));
         }
         for (reason, keys) in left_out(rollout) {
-            let more = match keys.count as usize - keys.names.len().min(keys.count as usize) {
-                0 => String::new(),
-                more => format!(" and {more} more"),
-            };
+            let more = and_more((keys.count as usize).saturating_sub(keys.names.len()));
             let names = keys.names.join(", ");
             let _ = writeln!(text, "  not claimed, {reason}: {names}{more}");
         }
