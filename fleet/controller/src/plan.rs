@@ -215,9 +215,7 @@ fn waves(spec: &Spec, members: usize) -> Vec<Wave> {
             first,
             count,
             bake_ms: wave.bake.millis(),
-            bakes_until: None,
-            is_added: false,
-            is_taken_back: false,
+            ..Wave::default()
         });
         first += count;
     }
@@ -238,12 +236,9 @@ pub fn added_waves(spec: &Spec, name: &str, guests: usize, by_waves: bool) -> Ve
     let bake = spec.waves.0.last().map_or(0, |wave| wave.bake.millis());
     vec![Wave {
         name: name.to_owned(),
-        first: 0,
         count: guests,
         bake_ms: bake,
-        bakes_until: None,
-        is_added: true,
-        is_taken_back: false,
+        ..Wave::default()
     }]
 }
 

@@ -207,7 +207,7 @@ impl Member {
     }
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wave {
     pub name: String,
     /// The index of the wave's first member.

@@ -23,9 +23,7 @@ fn planned(sizes: &[usize], policy: Policy) -> Rollout {
             first: waves.last().map_or(0, |wave| wave.members().end),
             count,
             bake_ms: 1000,
-            bakes_until: None,
-            is_added: false,
-            is_taken_back: false,
+            ..Wave::default()
         });
     }
     let members: Vec<Member> = (0..sizes.iter().sum()).map(member).collect();
@@ -44,12 +42,9 @@ fn planned(sizes: &[usize], policy: Policy) -> Rollout {
 fn one_wave(guests: usize) -> Vec<Wave> {
     vec![Wave {
         name: "late".to_owned(),
-        first: 0,
         count: guests,
         bake_ms: 0,
-        bakes_until: None,
-        is_added: true,
-        is_taken_back: false,
+        ..Wave::default()
     }]
 }
 

@@ -26,12 +26,9 @@ pub fn rollout(name: &str, guests: usize, kernels: usize, keys: usize) -> Rollou
         digest: "digest".to_owned(),
         waves: vec![Wave {
             name: "1".to_owned(),
-            first: 0,
             count: guests,
             bake_ms: 0,
-            bakes_until: None,
-            is_added: false,
-            is_taken_back: false,
+            ..Wave::default()
         }],
         members: guests,
         ..Header::default()

@@ -133,9 +133,7 @@ impl World {
                 first,
                 count,
                 bake_ms,
-                bakes_until: None,
-                is_added: false,
-                is_taken_back: false,
+                ..Wave::default()
             });
             first += count;
         }
