@@ -472,7 +472,7 @@ impl Running {
                 actions.spawn(async move {
                     let asking = gates::ask(&kind, &hosts, members);
                     let answer = hosts::traced(trace_id, asking).await;
-                    if answer != GateAnswer::Passed {
+                    if matches!(answer, GateAnswer::Failed(_)) {
                         metrics.gate_closed();
                     }
                     Outcome::Gate {
