@@ -3811,8 +3811,9 @@ type SetClaimsResponse struct {
 	// The number of sites that were patched or, with `validate_only`, would be. 0 in a
 	// repeated answer.
 	SitesPatched uint32 `protobuf:"varint,10,opt,name=sites_patched,json=sitesPatched,proto3" json:"sites_patched,omitempty"`
-	// As in PrepareUpdateResponse. Set only with `validate_only`, and unset if no count would
-	// change.
+	// The pause that earlier changes of this guest suggest; unset if there were none, zero
+	// if the claims need no pause. It is set only with `validate_only`, and only if a count
+	// would change.
 	PredictedPause *durationpb.Duration `protobuf:"bytes,11,opt,name=predicted_pause,json=predictedPause,proto3" json:"predicted_pause,omitempty"`
 	// The keys that patterns matched and left out, by reason.
 	LeftOut       []*LeftOut `protobuf:"bytes,12,rep,name=left_out,json=leftOut,proto3" json:"left_out,omitempty"`
