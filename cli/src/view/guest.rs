@@ -61,6 +61,12 @@ pub struct Details {
     pub taints: Option<Vec<String>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub load: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kernel_warnings: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub oopses: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pressure: Option<String>,
     #[serde(skip_serializing_if = "is_zero")]
     pub declared_keys: u32,
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -146,6 +152,9 @@ impl GuestDetails {
             five_level_paging: guest.five_level_paging,
             taints: kernel.taints.map(taints),
             load: load(&kernel.load_hundredths),
+            kernel_warnings: kernel.warnings,
+            oopses: kernel.oopses,
+            pressure: pressure(&kernel.pressure),
             declared_keys: guest.declared_keys,
             declaration_errors: guest.declaration_errors.clone(),
         };
@@ -201,6 +210,13 @@ fn load(hundredths: &[u64]) -> Option<String> {
     };
     let average = |hundredths: u64| format!("{}.{:02}", hundredths / 100, hundredths % 100);
     Some([one, five, fifteen].map(average).join(" "))
+}
+
+/// Formats the part of the last 60 s in which tasks waited for each resource.
+fn pressure(pressure: &[v1::Pressure]) -> Option<String> {
+    let one = |one: &v1::Pressure| format!("{} {:.2} %", one.resource, one.average_60s);
+    let all: Vec<String> = pressure.iter().map(one).collect();
+    (!all.is_empty()).then(|| all.join(", "))
 }
 
 /// A guest's status, as `guest watch` prints it.

@@ -48,11 +48,18 @@ fn the_log_is_printed_as_dmesg_does_and_steers_no_terminal() {
 fn taints_and_load_are_described() {
     let (lab, log) = lab();
     log.put_state(1 << 9 | 1 << 12, [2038, 0, 3 << 11]);
+    log.put_health([2, 1], [4, 3, 2, 1, 99]);
     let described = lab.json(&["guest", "describe"]);
     let details = &described["details"];
     let taints = ["W (warning issued)", "O (module built out of the tree)"];
     assert_eq!(details["taints"], serde_json::json!(taints));
     assert_eq!(details["load"], "1.00 0.00 3.00");
+    assert_eq!(details["kernel_warnings"], 2);
+    assert_eq!(details["oopses"], 1);
+    assert_eq!(
+        details["pressure"],
+        "io some 4.00 %, io full 3.00 %, memory some 2.00 %, memory full 1.00 %, cpu some 99.00 %"
+    );
     let described = Lab::new().json(&["guest", "describe"]);
     assert!(described["details"].get("taints").is_none(), "{described}");
 }

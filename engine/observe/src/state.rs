@@ -1,21 +1,52 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads the taints and the load of a kernel. The kernel keeps them in single words.
+//! Reads a kernel's taints, its load, the number of its warnings and its pressure.
 //!
 //! Each value is one aligned word that the kernel writes whole, so no copy of it can be torn. The
-//! three load averages are copied one after another and may be 5 s apart, as those of
-//! /proc/loadavg may.
+//! words are copied one after another: the load averages may be 5 s apart, as those of
+//! /proc/loadavg may, and the pressures 2 s.
+//!
+//! The kernel computes pressures only while tasks run. Those of a guest that has been idle since
+//! are the last ones, whereas /proc/pressure also counts the idle time.
 
-use crate::{KernelView, word};
+use crate::fields::Structure;
+use crate::{KernelView, Types, number, word};
 
 /// The symbol of the taints, an `unsigned long` (kernel/panic.c).
 pub const TAINTS: &str = "tainted_mask";
 /// The symbol of the load averages, three `unsigned long` (kernel/sched/loadavg.c).
 pub const LOAD: &str = "avenrun";
+/// The symbol of the number of warnings since boot, an `atomic_t` (kernel/panic.c). The kernel
+/// counts them since 6.2, and in later updates of 5.10, 5.15 and 6.1.
+pub const WARNINGS: &str = "warn_count";
+/// The symbol of the number of oopses since boot, an `atomic_t` (kernel/exit.c), which is as old as
+/// [`WARNINGS`].
+pub const OOPSES: &str = "oops_count";
+/// The symbol of the `struct psi_group` of all tasks (kernel/sched/psi.c).
+pub const PRESSURE: &str = "psi_system";
+/// The symbol of the static key that is on if the kernel does not measure pressure
+/// (kernel/sched/psi.c). A static key begins with its count.
+pub const NO_PRESSURE: &str = "psi_disabled";
 
-/// Number of fractional bits of a load average, `FSHIFT` in include/linux/sched/loadavg.h.
+/// Every type that [`averages`] looks up.
+pub const TYPES: &[&str] = &["psi_group"];
+
+/// Number of fractional bits of a load average and of a pressure, `FSHIFT` in
+/// include/linux/sched/loadavg.h.
 const FRACTION_BITS: u32 = 11;
 /// The number that `loadavg_proc_show()` in fs/proc/loadavg.c adds before it cuts to two decimals.
 const ROUNDING: u64 = (1 << FRACTION_BITS) / 200;
+
+/// The kinds of pressure, in the order of `enum psi_states` in include/linux/psi_types.h. The
+/// kernel has added others only after them.
+pub const PRESSURES: [&str; 5] = [
+    "io some",
+    "io full",
+    "memory some",
+    "memory full",
+    "cpu some",
+];
+/// The size of the averages of one kind: 10, 60 and 300 s, an `unsigned long` each.
+const AVERAGES: u32 = 3 * 8;
 
 /// The addresses of the words.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -24,6 +55,10 @@ pub struct Source {
     pub taints: Option<u64>,
     /// Address of [`LOAD`], if it is known.
     pub load: Option<u64>,
+    /// Addresses of [`WARNINGS`] and [`OOPSES`], if they are known.
+    pub reports: Option<[u64; 2]>,
+    /// Addresses of [`NO_PRESSURE`] and of the first average of [`PRESSURE`], if they are known.
+    pub pressure: Option<[u64; 2]>,
 }
 
 /// The words of a kernel. A word that cannot be read is `None`.
@@ -33,25 +68,67 @@ pub struct State {
     pub taints: Option<u64>,
     /// The averages of 1, 5 and 15 minutes in hundredths, as /proc/loadavg shows them.
     pub load: Option<[u64; 3]>,
+    /// The number of warnings since boot, as in /sys/kernel/warn_count, and that of oopses, as in
+    /// /sys/kernel/oops_count.
+    pub reports: Option<[u64; 2]>,
+    /// For each of [`PRESSURES`], the averages of 10 and 60 s in hundredths of a percent. `None` if
+    /// the kernel measures none.
+    pub pressure: Option<[[u64; 2]; PRESSURES.len()]>,
+}
+
+/// Returns the offset of the averages in a `struct psi_group`, from a kernel's own types; `None` if
+/// it is built without CONFIG_PSI.
+pub fn averages(types: &(impl Types + ?Sized)) -> Option<u64> {
+    let group = Structure::new(types, "psi_group").ok()?;
+    let size = AVERAGES * PRESSURES.len() as u32;
+    Some(group.member(&["avg"], size).ok()?.offset.into())
 }
 
 impl Source {
     /// Reads the words.
     pub fn read(&self, view: &(impl KernelView + ?Sized)) -> State {
-        let average = |address: u64| {
-            let scaled = word(view, address)?.saturating_add(ROUNDING);
-            // With 64 bits, the multiplication would overflow for the largest words.
-            Some(((u128::from(scaled) * 100) >> FRACTION_BITS) as u64)
-        };
-        let load = |first: u64| {
-            let [second, third] = [8, 16].map(|offset| first.checked_add(offset));
-            Some([average(first)?, average(second?)?, average(third?)?])
-        };
         State {
             taints: self.taints.and_then(|address| word(view, address)),
-            load: self.load.and_then(load),
+            load: self.load.and_then(|address| {
+                let average = |index| hundredths(word(view, at(address, index)?)?, ROUNDING);
+                Some([average(0)?, average(1)?, average(2)?])
+            }),
+            reports: self.reports.and_then(|[warnings, oopses]| {
+                Some([count(view, warnings)?, count(view, oopses)?])
+            }),
+            pressure: self.pressure.and_then(|[is_off, averages]| {
+                if count(view, is_off)? != 0 {
+                    return None;
+                }
+                let mut pressure = [[0; 2]; PRESSURES.len()];
+                for (kind, pair) in (0..).zip(&mut pressure) {
+                    for (index, average) in (3 * kind..).zip(pair) {
+                        *average = hundredths(word(view, at(averages, index)?)?, 0)?;
+                    }
+                }
+                Some(pressure)
+            }),
         }
     }
+}
+
+/// Returns the address of a word of an array.
+fn at(first: u64, index: u64) -> Option<u64> {
+    first.checked_add(8 * index)
+}
+
+/// Returns the hundredths of a number with [`FRACTION_BITS`].
+fn hundredths(scaled: u64, rounding: u64) -> Option<u64> {
+    // With 64 bits, the multiplication would overflow for the largest words.
+    let scaled = u128::from(scaled.saturating_add(rounding));
+    u64::try_from((scaled * 100) >> FRACTION_BITS).ok()
+}
+
+/// Reads an `atomic_t`.
+fn count(view: &(impl KernelView + ?Sized), address: u64) -> Option<u64> {
+    let mut bytes = [0; 4];
+    let is_read = view.read(address, &mut bytes);
+    is_read.then(|| number(&bytes, 0, 4)).flatten()
 }
 
 #[cfg(test)]
@@ -65,12 +142,14 @@ mod tests {
 
     impl KernelView for Words {
         fn read(&self, address: u64, bytes: &mut [u8]) -> bool {
-            let index = address.checked_sub(BASE).map(|offset| offset as usize / 8);
-            let Some(word) = index.and_then(|index| self.0.get(index)) else {
+            let offset = address.checked_sub(BASE).map(|offset| offset as usize);
+            let word = offset.and_then(|offset| self.0.get(offset / 8));
+            let Some((word, offset)) = word.zip(offset) else {
                 return false;
             };
-            bytes.copy_from_slice(&word.to_le_bytes());
-            true
+            let word = word.to_le_bytes();
+            let part = word[offset % 8..].get(..bytes.len());
+            part.map(|part| bytes.copy_from_slice(part)).is_some()
         }
     }
 
@@ -78,6 +157,7 @@ mod tests {
         Source {
             taints: Some(BASE + taints),
             load: Some(BASE + load),
+            ..Source::default()
         }
     }
 
@@ -100,8 +180,62 @@ mod tests {
         let wild = Source {
             taints: Some(u64::MAX),
             load: Some(u64::MAX - 8),
+            reports: Some([u64::MAX; 2]),
+            pressure: Some([BASE, u64::MAX - 8]),
         };
+        let words = Words(vec![0]);
         assert_eq!(wild.read(&words), State::default());
         assert_eq!(Source::default().read(&words), State::default());
+    }
+
+    #[test]
+    fn warnings_are_counts_of_32_bits() {
+        let words = Words(vec![7 << 32 | 3]);
+        let source = Source {
+            reports: Some([BASE, BASE + 4]),
+            ..Source::default()
+        };
+        assert_eq!(source.read(&words).reports, Some([3, 7]));
+    }
+
+    #[test]
+    fn pressure_is_none_if_the_kernel_does_not_measure_it() {
+        let source = Source {
+            pressure: Some([BASE, BASE + 8]),
+            ..Source::default()
+        };
+        let mut words = vec![0];
+        words.extend((0..15).map(|index| index << FRACTION_BITS));
+        let whole = |percent: u64| 100 * percent;
+        let expected = [[0, 1], [3, 4], [6, 7], [9, 10], [12, 13]].map(|pair| pair.map(whole));
+        assert_eq!(source.read(&Words(words.clone())).pressure, Some(expected));
+        words[0] = 1;
+        assert_eq!(source.read(&Words(words.clone())).pressure, None);
+        // The last average lies after the last word.
+        words[0] = 0;
+        words.truncate(14);
+        assert_eq!(source.read(&Words(words)).pressure, None);
+    }
+
+    #[test]
+    fn the_averages_must_lie_within_the_group() {
+        struct Group(u32);
+        impl Types for Group {
+            fn member(&self, structure: &str, path: &[&str]) -> Option<crate::Member> {
+                let is_average = structure == "psi_group" && path == ["avg"];
+                is_average.then_some(crate::Member {
+                    offset: 64,
+                    shift: 0,
+                    width: 0,
+                    size: None,
+                })
+            }
+
+            fn size(&self, _: &str) -> Option<u32> {
+                Some(self.0)
+            }
+        }
+        assert_eq!(averages(&Group(64 + 120)), Some(64));
+        assert_eq!(averages(&Group(64 + 119)), None);
     }
 }

@@ -401,9 +401,26 @@ impl Host {
         self.answer(keys.list_static_keys(timed(request))).await?;
         let request = v1::DescribeGuestRequest {
             guest: guest.to_owned(),
+            find_kernel_state: false,
         };
         let answer = self.answer(guests.describe_guest(timed(request))).await?;
         Ok(answer.guest_status())
+    }
+
+    /// Returns the state of the guest's kernel, as it is in the guest's memory.
+    pub async fn kernel_state(&self, guest: &str) -> Result<v1::KernelState, String> {
+        let why = |status: &Status| CallError::new(status).why;
+        let _permit = self.permit().await.map_err(|status| why(&status))?;
+        let request = v1::DescribeGuestRequest {
+            guest: guest.to_owned(),
+            find_kernel_state: true,
+        };
+        let mut guests = self.guests();
+        let answer = self.answer(guests.describe_guest(timed(request))).await;
+        let answer = answer.map_err(|status| why(&status))?;
+        answer
+            .kernel_state
+            .ok_or_else(|| "the kernel's state is not found in the guest's memory".to_owned())
     }
 
     /// Returns the key with all its sites.
@@ -480,9 +497,8 @@ impl Host {
         }
     }
 
-    /// Returns the report of the guest's agent. If there is no agent, returns the reason as an
-    /// error.
-    pub async fn health(&self, guest: &str) -> Result<v1::DescribeAgentResponse, String> {
+    /// Returns the report of the guest's agent. Its field `absent` says why there is none.
+    pub async fn agent(&self, guest: &str) -> Result<v1::DescribeAgentResponse, String> {
         let why = |status: &Status| CallError::new(status).why;
         let _permit = self.permit().await.map_err(|status| why(&status))?;
         let request = v1::DescribeAgentRequest {
@@ -490,11 +506,7 @@ impl Host {
         };
         let mut tracepoints = TracepointsServiceClient::new(self.channel());
         let answer = self.answer(tracepoints.describe_agent(timed(request)));
-        let health = answer.await.map_err(|status| why(&status))?;
-        match health.absent.is_empty() {
-            true => Ok(health),
-            false => Err(health.absent),
-        }
+        answer.await.map_err(|status| why(&status))
     }
 
     async fn permit(&self) -> Result<tokio::sync::SemaphorePermit<'_>, Status> {

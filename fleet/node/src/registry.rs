@@ -129,7 +129,10 @@ async fn look(directory: &Directory) -> BTreeMap<String, GuestRecord> {
 async fn describe(guest: HostedGuest) -> Option<GuestRecord> {
     let _permit = guest.monitor.admit(false)?;
     let mut client = GuestServiceClient::new(guest.monitor.channel());
-    let request = v1::DescribeGuestRequest { guest: guest.name };
+    let request = v1::DescribeGuestRequest {
+        guest: guest.name,
+        ..v1::DescribeGuestRequest::default()
+    };
     let answer = tokio::time::timeout(ANSWER_TIMEOUT, client.describe_guest(request)).await;
     let answer = answer.ok()?.ok()?.into_inner();
     let status = answer.guest_status();

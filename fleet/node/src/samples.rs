@@ -50,6 +50,7 @@ async fn ask(guest: HostedGuest) -> Option<Sample> {
     let name = guest.name;
     let request = v1::DescribeGuestRequest {
         guest: name.clone(),
+        ..v1::DescribeGuestRequest::default()
     };
     let guest = guests.describe_guest(request).await.ok()?.into_inner();
     let request = v1::GetTracepointStatsRequest { guest: name };

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use patchbay_guest::guest::Transport;
 use patchbay_kernel_image::live::Way;
+use patchbay_observe::state::{PRESSURES, State};
 use patchbay_proto::v1;
 use static_keys::{Class, NotPatchable};
 
@@ -65,6 +66,24 @@ pub fn registration(phase: RegistrationPhase) -> v1::RegistrationState {
         RegistrationPhase::Registered => v1::RegistrationState::Registered,
         RegistrationPhase::Withdrawn => v1::RegistrationState::Withdrawn,
         RegistrationPhase::Refused => v1::RegistrationState::Refused,
+    }
+}
+
+/// Returns what a kernel's memory says of its state.
+pub fn kernel_state(state: State) -> v1::KernelState {
+    let percent = |hundredths: u64| hundredths as f64 / 100.0;
+    let kinds = PRESSURES.iter().zip(state.pressure.into_iter().flatten());
+    let pressure = kinds.map(|(kind, [ten, sixty])| v1::Pressure {
+        resource: (*kind).to_owned(),
+        average_10s: percent(ten),
+        average_60s: percent(sixty),
+    });
+    v1::KernelState {
+        taints: state.taints,
+        load_hundredths: state.load.into_iter().flatten().collect(),
+        warnings: state.reports.map(|[warnings, _]| warnings),
+        oopses: state.reports.map(|[_, oopses]| oopses),
+        pressure: pressure.collect(),
     }
 }
 

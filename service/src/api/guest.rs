@@ -104,7 +104,10 @@ impl GuestService for GuestApi {
         &self,
         request: Request<v1::DescribeGuestRequest>,
     ) -> Result<Response<v1::DescribeGuestResponse>, Status> {
-        let (guest, _, _) = self.access.admit(request)?;
+        let (guest, _, request) = self.access.admit(request)?;
+        if request.get_ref().find_kernel_state {
+            Place::search(&guest.keys).await?;
+        }
         let description = guest.keys.machine().description();
         let registration = guest.keys.describe();
         let transports: Vec<i32> = description
@@ -135,10 +138,7 @@ impl GuestService for GuestApi {
             discovery: registration.discovery.as_deref().map(convert::discovery),
             declared_keys: registration.declared,
             declaration_errors: registration.undeclared.clone(),
-            kernel_state: Place::state(&guest.keys).map(|state| v1::KernelState {
-                taints: state.taints,
-                load_hundredths: state.load.into_iter().flatten().collect(),
-            }),
+            kernel_state: Place::state(&guest.keys).map(convert::kernel_state),
             status: Some(status::status(&guest, registration)),
         }))
     }

@@ -83,11 +83,7 @@ impl Log {
 }
 
 async fn memory(keys: &Arc<Keys>, wanted: Wanted) -> Result<LogStream, KeysError> {
-    let own = Arc::clone(keys);
-    let place = tokio::task::spawn_blocking(move || Place::find(&own));
-    let place = place.await.map_err(|error| KeysError::Internal {
-        message: format!("the kernel's log cannot be found: {error}; report it, it is a bug"),
-    })??;
+    let place = Place::search(keys).await?;
     LogStream::begin(Arc::clone(keys), place, wanted).await
 }
 

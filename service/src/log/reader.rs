@@ -43,6 +43,18 @@ impl Place {
         Self::of(keys, log)
     }
 
+    /// Does the same as [`Place::find`] on a thread that may block.
+    ///
+    /// # Errors
+    /// Those of [`Place::find`].
+    pub async fn search(keys: &Arc<Keys>) -> Result<Self, KeysError> {
+        let keys = Arc::clone(keys);
+        let place = tokio::task::spawn_blocking(move || Self::find(&keys)).await;
+        place.map_err(|error| KeysError::Internal {
+            message: format!("the kernel's log cannot be found: {error}; report it, it is a bug"),
+        })?
+    }
+
     /// Reads the state of the kernel whose log was found last. Does not search for a log.
     pub fn state(keys: &Keys) -> Option<State> {
         let place = Self::of(keys, keys.registry().known_log()?).ok()?;

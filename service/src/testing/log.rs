@@ -15,9 +15,12 @@ use static_keys::GuestMemory;
 use super::discovery::found;
 use crate::keys::registry::{KernelLog, Registry};
 
-/// The addresses of the taints and the load, between the pointer to the ring and the ring.
+/// The addresses of the words of the kernel's state, between the pointer to the ring and the ring.
 const TAINTS: u64 = BASE + 8;
 const LOAD: u64 = BASE + 16;
+const REPORTS: u64 = BASE + 40;
+const NO_PRESSURE: u64 = BASE + 48;
+const PRESSURE: u64 = BASE + 56;
 
 /// A log in the memory of a guest that has registered.
 pub struct GuestLog {
@@ -39,6 +42,8 @@ impl GuestLog {
             state: Source {
                 taints: Some(TAINTS),
                 load: Some(LOAD),
+                reports: Some([REPORTS, REPORTS + 4]),
+                pressure: Some([NO_PRESSURE, PRESSURE]),
             },
             trace: Err("the test has no trace events".to_owned()),
         };
@@ -97,6 +102,17 @@ impl GuestLog {
             writer.put(TAINTS, taints);
             for (address, average) in (LOAD..).step_by(8).zip(load) {
                 writer.put(address, average);
+            }
+        });
+    }
+
+    /// Writes the numbers of the kernel's warnings and oopses, and for each kind of pressure the
+    /// percentage over 60 s.
+    pub fn put_health(&self, [warnings, oopses]: [u32; 2], pressure: [u64; 5]) {
+        self.write(|writer| {
+            writer.put(REPORTS, u64::from(oopses) << 32 | u64::from(warnings));
+            for (address, percent) in (PRESSURE + 8..).step_by(24).zip(pressure) {
+                writer.put(address, percent << 11);
             }
         });
     }

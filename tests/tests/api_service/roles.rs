@@ -277,6 +277,7 @@ async fn malformed_assertions_are_refused() {
     for (metadata, word) in bad {
         let message = v1::DescribeGuestRequest {
             guest: "web-1".to_owned(),
+            ..v1::DescribeGuestRequest::default()
         };
         let refused = host.guest().describe_guest(with(message, metadata)).await;
         let (message, _) = assert_refused(refused, Code::InvalidArgument, "INVALID_ARGUMENT");
@@ -305,6 +306,7 @@ async fn a_principal_sees_its_own_guests_alone() {
     assert!(list("nobody").await.is_empty());
     let unknown = v1::DescribeGuestRequest {
         guest: "web".to_owned(),
+        ..v1::DescribeGuestRequest::default()
     };
     let refused = host
         .guest()

@@ -272,6 +272,7 @@ async fn a_guest_that_is_not_served_is_not_found() {
     }
     let long = v1::DescribeGuestRequest {
         guest: "x".repeat(100_000),
+        ..v1::DescribeGuestRequest::default()
     };
     let refused = host.guest().describe_guest(long).await;
     let (message, _) = assert_refused(refused, Code::NotFound, "GUEST_NOT_FOUND");
@@ -306,7 +307,10 @@ async fn reads_reach_the_named_guest() {
     let _agent = Agent::connect(&host, "web-2").await;
     for name in ["web-1", "web-2"] {
         let guest = name.to_owned();
-        let request = v1::DescribeGuestRequest { guest };
+        let request = v1::DescribeGuestRequest {
+            guest,
+            ..v1::DescribeGuestRequest::default()
+        };
         let described = host.guest().describe_guest(request).await;
         let status = described.expect("served").into_inner().guest_status();
         assert_eq!(status.guest, name);
@@ -410,6 +414,7 @@ async fn a_removed_guest_is_no_longer_served() {
     closed.expect("tracing ends as well").expect("no panic");
     let request = v1::DescribeGuestRequest {
         guest: "web-1".to_owned(),
+        ..v1::DescribeGuestRequest::default()
     };
     let refused = host.guest().describe_guest(request).await;
     assert_refused(refused, Code::NotFound, "GUEST_NOT_FOUND");

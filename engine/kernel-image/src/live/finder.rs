@@ -24,7 +24,7 @@ use super::layout::{self, Inner};
 use super::locate::{self, Anchors, Located};
 use super::parts::Clock;
 use patchbay_memory::{Cpu, PhysicalMemory};
-use patchbay_observe::trace;
+use patchbay_observe::{log, state, trace};
 use static_keys::GateKind;
 
 /// X86_FEATURE_PTI is bit 11 of word 7.
@@ -361,25 +361,38 @@ fn know<'m, M: PhysicalMemory + ?Sized>(
 
 /// Returns the location of the kernel's log.
 fn log(anchors: &Anchors, inner: &Inner) -> Result<Log, String> {
-    let symbol = patchbay_observe::log::SYMBOL;
+    let symbol = log::SYMBOL;
     let log = inner.log.clone().and_then(|layout| {
         let unknown = || format!("the kernel has no single symbol {symbol}");
         Ok(Log {
             page_table: anchors.table,
-            source: patchbay_observe::log::Source {
+            source: log::Source {
                 prb: anchors.named.address(symbol).ok_or_else(unknown)?,
                 layout,
             },
-            state: patchbay_observe::state::Source {
-                taints: anchors.named.address(patchbay_observe::state::TAINTS),
-                load: anchors.named.address(patchbay_observe::state::LOAD),
-            },
+            state: state_of(anchors, inner),
             trace: trace(anchors, inner),
         })
     });
     log.map_err(|why| {
         format!("the kernel's log cannot be read: {why}; kernels before 5.10 have another log")
     })
+}
+
+/// Returns the locations of the words of the kernel's state.
+fn state_of(anchors: &Anchors, inner: &Inner) -> state::Source {
+    let address = |symbol| anchors.named.address(symbol);
+    let pressure = || {
+        let averages = address(state::PRESSURE)?.checked_add(inner.pressure?)?;
+        Some([address(state::NO_PRESSURE)?, averages])
+    };
+    let reports = address(state::WARNINGS).zip(address(state::OOPSES));
+    state::Source {
+        taints: address(state::TAINTS),
+        load: address(state::LOAD),
+        reports: reports.map(<[u64; 2]>::from),
+        pressure: pressure(),
+    }
 }
 
 /// Returns the location of the kernel's trace events.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The offsets in the kernel's structures, read from BTF, and the symbols that are looked up.
 
-use patchbay_observe::{log, trace};
+use patchbay_observe::{log, state, trace};
 
 use super::error::{DiscoveryError, refuse};
 use crate::btf::Btf;
@@ -49,8 +49,12 @@ pub(super) const SYMBOLS: &[&str] = &[
     "__cpu_possible_mask",
     "panic_cpu",
     log::SYMBOL,
-    patchbay_observe::state::LOAD,
-    patchbay_observe::state::TAINTS,
+    state::LOAD,
+    state::NO_PRESSURE,
+    state::OOPSES,
+    state::PRESSURE,
+    state::TAINTS,
+    state::WARNINGS,
     trace::ARRAYS,
     trace::COMMON_FIELDS,
     trace::CPUS,
@@ -86,7 +90,7 @@ pub(super) const DATA_SYMBOLS: &[&str] = &[
 
 /// Returns every type that is looked up by name.
 pub(super) fn types() -> Vec<&'static str> {
-    [TYPES, log::TYPES, trace::TYPES].concat()
+    [TYPES, log::TYPES, state::TYPES, trace::TYPES].concat()
 }
 
 /// The types that a discovery of keys looks up.
@@ -158,6 +162,8 @@ pub(super) struct Inner {
     pub text_poke_array_nr: Option<u32>,
     /// The kernel's log, or the reason why it cannot be read.
     pub log: Result<log::Layout, String>,
+    /// Offset of the averages in the `struct psi_group`.
+    pub pressure: Option<u64>,
     /// The kernel's trace events, or the reason why they cannot be read.
     pub trace: Result<trace::Layout, String>,
 }
@@ -334,6 +340,7 @@ pub(super) fn read(
             .offset("smp_text_poke_array", &["nr_entries"])
             .or_else(|| btf.offset("text_poke_array", &["nr_entries"])),
         log: log::Layout::read(btf).map_err(|why| format!("{whose} does not describe it: {why}")),
+        pressure: state::averages(btf),
         trace: trace::Layout::read(btf)
             .map_err(|why| format!("{whose} does not describe them: {why}; kernels that are built without CONFIG_TRACING have none")),
     };

@@ -211,7 +211,14 @@ pub fn kernel() -> Types {
     }
     assert!(debug > 0);
     log(&mut types);
+    pressure(&mut types);
     types
+}
+
+/// The pressure of the kernel's tasks, as 6.12 has it without the pressure of interrupts.
+fn pressure(types: &mut Types) {
+    let averages = types.array(U64, 18);
+    types.structure("psi_group", 208, &[("avg", 512, averages)]);
 }
 
 /// The types of the kernel's log, as 6.12 has them.

@@ -340,6 +340,12 @@ fn data_symbols(guest: &mut CraftedGuest) {
         "shared",
         "__tracepoint_event",
         "prb",
+        "tainted_mask",
+        "avenrun",
+        "warn_count",
+        "oops_count",
+        "psi_system",
+        "psi_disabled",
     ] {
         guest.name(data.take(64), 'D', symbol);
     }

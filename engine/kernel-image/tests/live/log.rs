@@ -18,6 +18,14 @@ fn the_log_is_found_beside_the_keys_and_alone() {
     let mut finder = Finder::default();
     let alone = find(&mut finder, &guest).expect("found");
     assert_eq!(alone.source.prb, guest.symbol("prb"));
+    let symbol = |name| guest.symbol(name);
+    let state = patchbay_observe::state::Source {
+        taints: Some(symbol("tainted_mask")),
+        load: Some(symbol("avenrun")),
+        reports: Some([symbol("warn_count"), symbol("oops_count")]),
+        pressure: Some([symbol("psi_disabled"), symbol("psi_system") + 64]),
+    };
+    assert_eq!(alone.state, state);
     let of_6_12 = Layout::read(&Version::V6_12).expect("whole");
     assert_eq!(alone.source.layout, of_6_12);
     // The crafted kernel has no tracing.

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Compares the health that agents of guests report before and after a change.
+//! Compares the health of guests before and after a change. It is reported by their agents, or read
+//! in the memory of guests without one.
 
 use futures_util::StreamExt;
 use patchbay_proto::v1;
 
 use super::Obstacle;
-use crate::hosts::Hosts;
+use crate::hosts::{CallError, Host, Hosts};
 use crate::plan::FAN_OUT;
 use crate::rollout::{AgentLimits, Health, Member, State, bounded};
 use crate::runner::no_host;
@@ -30,22 +31,97 @@ pub fn observed(members: &[Member]) -> Vec<Observed> {
     members.iter().filter_map(observed).collect()
 }
 
-/// Returns the present report of the guest's agent.
+/// The health that a guest reports.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Report {
+    boot_id: String,
+    kernel_warnings: u64,
+    /// The newest message of the kernel, if the source has one.
+    last_message: String,
+    /// Percent of the last 60 s, by resource.
+    pressure: Vec<(String, f64)>,
+}
+
+/// The beginning of a boot id that does not come from an agent.
+const MEMORY: &str = "memory ";
+
+/// Returns the guest's present health, from its agent if one is connected, otherwise from the
+/// guest's memory.
 pub async fn observe(hosts: &Hosts, host: &str, guest: &str) -> Result<Health, String> {
-    let report = report(hosts, host, guest).await?;
+    let host = hosts.get(host).ok_or_else(|| no_host(host))?;
+    let agent = host.agent(guest).await?;
+    let report = match agent.absent.is_empty() {
+        true => Report::from(agent),
+        false => from_memory(&host, guest)
+            .await
+            .map_err(|why| format!("{}; its memory does not tell either: {why}", agent.absent))?,
+    };
     Ok(Health {
-        boot_id: bounded(&report.boot_id),
+        boot_id: report.boot_id,
         kernel_warnings: report.kernel_warnings,
     })
 }
 
-async fn report(
-    hosts: &Hosts,
-    host: &str,
-    guest: &str,
-) -> Result<v1::DescribeAgentResponse, String> {
+/// Returns the present report of the source that reported the health `before`. The two sources do
+/// not count the same.
+async fn report(hosts: &Hosts, observed: &Observed) -> Result<Report, String> {
+    let host = &observed.host;
     let host = hosts.get(host).ok_or_else(|| no_host(host))?;
-    host.health(guest).await
+    if observed.before.boot_id.starts_with(MEMORY) {
+        return from_memory(&host, &observed.guest).await;
+    }
+    let agent = host.agent(&observed.guest).await?;
+    match agent.absent.is_empty() {
+        true => Ok(Report::from(agent)),
+        false => Err(agent.absent),
+    }
+}
+
+async fn from_memory(host: &Host, guest: &str) -> Result<Report, String> {
+    let state = host.kernel_state(guest).await?;
+    // The answer names the boot also if there are no claims.
+    let boot = host.boot(guest, "").await;
+    let (boot, _) = boot.map_err(|status| CallError::new(&status).why)?;
+    if boot.is_empty() {
+        return Err("the boot of its kernel is not known".to_owned());
+    }
+    Ok(Report::of_memory(&boot, state))
+}
+
+impl Report {
+    fn of_memory(boot: &str, state: v1::KernelState) -> Self {
+        let counted = state.warnings.zip(state.oopses);
+        let counted = counted.map(|(warnings, oopses)| warnings.saturating_add(oopses));
+        // A kernel that does not count its warnings has a taint from the first one on.
+        let tainted = || u64::from((state.taints.unwrap_or(0) & REPORTED).count_ones());
+        let pressure = state.pressure.into_iter();
+        Self {
+            boot_id: bounded(&format!("{MEMORY}{boot}")),
+            kernel_warnings: counted.unwrap_or_else(tainted),
+            last_message: String::new(),
+            pressure: pressure
+                .map(|one| (one.resource, one.average_60s))
+                .collect(),
+        }
+    }
+}
+
+/// The taints of an oops (`TAINT_DIE`), a warning (`TAINT_WARN`) and a soft lockup
+/// (`TAINT_SOFTLOCKUP`) in include/linux/panic.h.
+const REPORTED: u64 = 1 << 7 | 1 << 9 | 1 << 14;
+
+impl From<v1::DescribeAgentResponse> for Report {
+    fn from(agent: v1::DescribeAgentResponse) -> Self {
+        let pressure = agent.pressure.into_iter();
+        Self {
+            boot_id: bounded(&agent.boot_id),
+            kernel_warnings: agent.kernel_warnings,
+            last_message: agent.warnings.last().cloned().unwrap_or_default(),
+            pressure: pressure
+                .map(|one| (one.resource, one.average_60s))
+                .collect(),
+        }
+    }
 }
 
 /// Checks that as many of these guests keep the limits as must.
@@ -57,7 +133,7 @@ pub async fn ask(
     let all = members.len();
     let found = futures_util::stream::iter(members)
         .map(|member| async move {
-            let why = match report(hosts, &member.host, &member.guest).await {
+            let why = match report(hosts, &member).await {
                 Ok(report) => Obstacle::Failed(unhealthy(limits, &member.before, &report)?),
                 Err(why) => Obstacle::Inconclusive(why),
             };
@@ -95,12 +171,8 @@ pub async fn ask(
 }
 
 /// Returns the reason why the report breaks the limits; `None` if it keeps them.
-fn unhealthy(
-    limits: &AgentLimits,
-    before: &Health,
-    now: &v1::DescribeAgentResponse,
-) -> Option<String> {
-    if bounded(&now.boot_id) != before.boot_id {
+fn unhealthy(limits: &AgentLimits, before: &Health, now: &Report) -> Option<String> {
+    if now.boot_id != before.boot_id {
         return Some("it has booted since the wave began".to_owned());
     }
     // Fewer warnings than before mean that the agent was restarted, so all of its warnings may be
@@ -108,23 +180,24 @@ fn unhealthy(
     let new = now.kernel_warnings.checked_sub(before.kernel_warnings);
     let new = new.unwrap_or(now.kernel_warnings);
     if let Some(most) = limits.new_warnings.filter(|&most| new > most) {
-        let last = now.warnings.last().map_or("", String::as_str);
-        return Some(format!(
-            "{new} kernel warnings since the wave began, more than {most}; its last message is {last:?}"
-        ));
+        let mut why = format!("{new} kernel warnings since the wave began, more than {most}");
+        match now.last_message.as_str() {
+            "" => {}
+            last => why.push_str(&format!("; its last message is {last:?}")),
+        }
+        return Some(why);
     }
     limits.pressure.iter().find_map(|(resource, &most)| {
         let name = format!("{resource} some");
         let mut reported = now.pressure.iter();
-        match reported.find(|pressure| pressure.resource == name) {
+        match reported.find(|(reported, _)| *reported == name) {
             None => Some(format!(
                 "it reports no pressure on {resource}; its kernel needs CONFIG_PSI"
             )),
             // NaN is not below the limit.
-            Some(pressure) if pressure.average_60s <= f64::from(most) => None,
-            Some(pressure) => Some(format!(
-                "some task waited for {resource} in {:.1} percent of the last 60 s, more than {most}",
-                pressure.average_60s
+            Some((_, percent)) if *percent <= f64::from(most) => None,
+            Some((_, percent)) => Some(format!(
+                "some task waited for {resource} in {percent:.1} percent of the last 60 s, more than {most}"
             )),
         }
     })
@@ -134,12 +207,30 @@ fn unhealthy(
 mod tests {
     use super::*;
 
-    fn report(boot_id: &str, kernel_warnings: u64) -> v1::DescribeAgentResponse {
-        v1::DescribeAgentResponse {
+    fn report(boot_id: &str, kernel_warnings: u64) -> Report {
+        Report {
             boot_id: boot_id.to_owned(),
             kernel_warnings,
-            ..v1::DescribeAgentResponse::default()
+            ..Report::default()
         }
+    }
+
+    #[test]
+    fn memory_counts_warnings_and_oopses_and_otherwise_has_their_taints() {
+        let state = v1::KernelState {
+            taints: Some(1 << 9 | 1 << 12),
+            ..v1::KernelState::default()
+        };
+        let of = |state| Report::of_memory("7f", state);
+        assert_eq!(of(state.clone()).kernel_warnings, 1);
+        let (warnings, oopses) = (Some(u64::MAX), Some(3));
+        let counted = v1::KernelState {
+            warnings,
+            oopses,
+            ..state
+        };
+        assert_eq!(of(counted.clone()).kernel_warnings, u64::MAX);
+        assert_eq!(of(counted).boot_id, "memory 7f");
     }
 
     #[test]
@@ -168,13 +259,8 @@ mod tests {
             ..AgentLimits::default()
         };
         let why = |resource: &str, average_60s| {
-            let pressure = v1::Pressure {
-                resource: resource.to_owned(),
-                average_10s: 100.0,
-                average_60s,
-            };
             let mut report = report("", 0);
-            report.pressure = vec![pressure];
+            report.pressure = vec![(resource.to_owned(), average_60s)];
             unhealthy(&limits, &Health::default(), &report)
         };
         assert_eq!(why("memory some", 10.0), None);

@@ -34,7 +34,11 @@ pub async fn wait_for_agents(replica: &Replica, agents: usize) {
     let known = async {
         for index in 0..agents {
             let guest = format!("web-{index}");
-            while hosts[0].health(&guest).await.is_err() {
+            while !hosts[0]
+                .agent(&guest)
+                .await
+                .is_ok_and(|agent| agent.absent.is_empty())
+            {
                 tokio::task::yield_now().await;
             }
         }
@@ -106,6 +110,41 @@ async fn a_guest_whose_agent_is_silent_is_changed_once_it_reports() {
     wait_for_agents(&replica, 1).await;
     let changed = |_| fleet.counts("alpha") == [1];
     wait_for(&running, changed).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_memory_of_a_guest_without_an_agent_tells_its_health() {
+    let fleet = Fleet::start(1, 2).await;
+    let replica = fleet.replica("one");
+    let logs = fleet.logs();
+    // These warnings are older than the change.
+    logs.iter()
+        .for_each(|log| log.put_health([7, 1], [99, 99, 10, 99, 99]));
+    let gate = GATE.replace("on_failure", "interval: 10ms, on_failure");
+    let text = spec(&format!(
+        "waves: [{{name: canary, size: 1, bake: 1h}}, {{size: rest}}]\n{gate}"
+    ));
+    let running = replica.start("net", &text).await;
+    wait_for(&running, |phase| phase == Phase::Running(Stage::Baking)).await;
+    assert_eq!(fleet.counts("alpha"), [1, 0]);
+    logs[0].put_health([7, 2], [0; 5]);
+    let aborted = Phase::Ended(End::Aborted);
+    assert_eq!(wait_for(&running, is_over).await, aborted);
+    assert_eq!(fleet.counts("alpha"), [0; 2]);
+    let timeline = running.rollout().header().timeline.clone();
+    let expected = "web-0: 1 kernel warnings since the wave began, more than 0";
+    let is_named = timeline.iter().any(|entry| entry.text.contains(expected));
+    assert!(is_named, "{timeline:?}");
+
+    let text = spec(&format!("waves: [{{size: rest, bake: 1h}}]\n{gate}"));
+    let running = replica.start("slow", &text).await;
+    wait_for(&running, |phase| phase == Phase::Running(Stage::Baking)).await;
+    logs[1].put_health([7, 1], [0, 0, 11, 0, 0]);
+    assert_eq!(wait_for(&running, is_over).await, aborted);
+    let timeline = running.rollout().header().timeline.clone();
+    let expected = "web-1: some task waited for memory in 11.0 percent";
+    let is_named = timeline.iter().any(|entry| entry.text.contains(expected));
+    assert!(is_named, "{timeline:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -15,6 +15,7 @@ use patchbay_fleet::store::{EmbeddedStore, Store};
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
+use patchbay_service::testing::GuestLog;
 use patchbay_service::trace::{AgentSocket, Tracing, socket_path};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -28,6 +29,7 @@ pub struct Fleet {
     folder: tempfile::TempDir,
     pub hosts: Vec<HostConfig>,
     pub guests: Vec<Arc<InMemoryGuest>>,
+    registries: Vec<Arc<Registry>>,
     served: Vec<Guests>,
     pub store: Arc<dyn Store>,
     _ends: Vec<oneshot::Sender<()>>,
@@ -43,6 +45,7 @@ impl Fleet {
             folder,
             hosts: vec![],
             guests: vec![],
+            registries: vec![],
             served: vec![],
             store: Arc::new(store),
             _ends: vec![],
@@ -51,6 +54,17 @@ impl Fleet {
             fleet.add_host(host, guests);
         }
         fleet
+    }
+
+    /// Puts a log and the state of a kernel into the memory of each guest.
+    pub fn logs(&self) -> Vec<GuestLog> {
+        let guests = self.guests.iter().zip(&self.registries);
+        let log = |(guest, registry): (_, &Arc<Registry>)| {
+            let log = GuestLog::new(guest);
+            log.found_by(registry);
+            log
+        };
+        guests.map(log).collect()
     }
 
     fn add_host(&mut self, index: usize, guests: usize) {
@@ -69,6 +83,7 @@ impl Fleet {
                 TestKey::tracepoint("sched_wakeup", false),
                 TestKey::tracepoint("kmem_alloc", true),
             ]);
+            self.registries.push(Arc::clone(&registry));
             let keys = Keys::start(Arc::clone(&guest), registry, KeysConfig::default());
             let (keys, _owner) = keys.expect("a thread");
             let tracing = Tracing {

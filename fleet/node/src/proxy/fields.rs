@@ -168,13 +168,16 @@ mod tests {
     fn a_guest_that_could_be_read_in_two_ways_is_refused() {
         let first = v1::DescribeGuestRequest {
             guest: "web-1".to_owned(),
+            ..v1::DescribeGuestRequest::default()
         };
         let second = v1::DescribeGuestRequest {
             guest: "db-1".to_owned(),
+            ..v1::DescribeGuestRequest::default()
         };
         let twice = [first.encode_to_vec(), second.encode_to_vec()].concat();
         let long = v1::DescribeGuestRequest {
             guest: "x".repeat(257),
+            ..v1::DescribeGuestRequest::default()
         };
         for bytes in [
             &twice[..],

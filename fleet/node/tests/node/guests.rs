@@ -15,6 +15,7 @@ use super::support::{Host, assert_refused, update, update_matching};
 fn describe(guest: &str) -> v1::DescribeGuestRequest {
     v1::DescribeGuestRequest {
         guest: guest.to_owned(),
+        ..v1::DescribeGuestRequest::default()
     }
 }
 

@@ -225,6 +225,7 @@ async fn a_verified_certificate_names_the_principal() {
     let channel = remote.connect(Some(&carol)).await.expect("connected");
     let request = v1::DescribeGuestRequest {
         guest: "web-1".to_owned(),
+        ..v1::DescribeGuestRequest::default()
     };
     let refused = GuestServiceClient::new(channel)
         .describe_guest(request)

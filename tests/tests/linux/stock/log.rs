@@ -10,9 +10,9 @@ use anyhow::{Context, Result, bail, ensure};
 use patchbay_proto::v1::stream_kernel_log_request::Start;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 use patchbay_proto::v1::{
-    DescribeGuestRequest, KernelLogRecord, KernelLogSource, KeyOp, KeyUpdate, PauseGuestRequest,
-    ResultView, ResumeGuestRequest, StreamKernelLogRequest, StreamKernelLogResponse,
-    UpdateStaticKeysRequest,
+    DescribeGuestRequest, KernelLogRecord, KernelLogSource, KernelState, KeyOp, KeyUpdate,
+    PauseGuestRequest, Pressure, ResultView, ResumeGuestRequest, StreamKernelLogRequest,
+    StreamKernelLogResponse, UpdateStaticKeysRequest,
 };
 use patchbay_testing::connect;
 use patchbay_tests::{Guest, Qemu, StockKernel, TestGuest, skip};
@@ -55,6 +55,46 @@ async fn the_log_of_debian_6_1_cloud_in_qemu() -> Result<()> {
     in_qemu("6_1").await
 }
 
+/// Compares the numbers of warnings and the pressures in the guest's memory with those that the
+/// guest reads.
+async fn compare_health(guest: &mut Guest, state: &KernelState) -> Result<()> {
+    let counts = guest
+        .shell("cat /sys/kernel/warn_count /sys/kernel/oops_count")
+        .await?;
+    // The files are hexadecimal.
+    let counts: Vec<_> = counts
+        .split_whitespace()
+        .map(|count| u64::from_str_radix(count, 16).ok())
+        .collect();
+    ensure!(
+        counts == [state.warnings, state.oopses],
+        "{counts:?} {state:?}"
+    );
+    // The kernel computes the pressures every 2 s, possibly between the two readings.
+    for _ in 0..100 {
+        let own = guest
+            .shell("cd /proc/pressure; head -n 2 cpu memory io")
+            .await?;
+        let described = guest
+            .guest_service()
+            .describe_guest(DescribeGuestRequest::default())
+            .await?;
+        let state = described.into_inner().kernel_state.context("no state")?;
+        ensure!(state.pressure.len() == 5, "{state:?}");
+        let shows = |pressure: &Pressure| {
+            let (file, kind) = pressure.resource.split_once(' ').unwrap_or_default();
+            let (ten, sixty) = (pressure.average_10s, pressure.average_60s);
+            let line = format!("{kind} avg10={ten:.2} avg60={sixty:.2} ");
+            let part = own.split("==> ").find(|part| part.starts_with(file));
+            part.is_some_and(|part| part.contains(&line))
+        };
+        if state.pressure.iter().all(shows) {
+            return Ok(());
+        }
+    }
+    bail!("the pressures always differ")
+}
+
 async fn in_our_monitor(version: &str) -> Result<()> {
     let Some(kernel) = StockKernel::named(version) else {
         return Ok(());
@@ -72,6 +112,7 @@ async fn in_our_monitor(version: &str) -> Result<()> {
         "{state:?} {tainted:?}"
     );
     ensure!(state.load_hundredths.len() == 3, "{state:?}");
+    compare_health(&mut guest, &state).await?;
 
     load_module(&mut guest).await?;
     let mut follower = open(guest.tracepoints(), None).await?;
