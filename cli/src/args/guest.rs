@@ -8,6 +8,7 @@ use clap::{Args, Subcommand, ValueEnum};
 
 use super::times::{self, time_in};
 use crate::complete;
+use crate::guest::autopsy::AutopsyArgs;
 use crate::guest::log::LogArgs;
 
 #[derive(Debug, Subcommand)]
@@ -56,6 +57,12 @@ pub enum GuestCommand {
     /// The log is read from the guest's memory, which needs neither a login nor an agent and also
     /// works while the guest is paused, hangs or has panicked.
     Log(LogArgs),
+    /// Collect what the guest's memory tells: the kernel's log and state, the newest trace events,
+    /// and the keys, holds and claims that differ from boot.
+    ///
+    /// It needs neither a login nor an agent and also works while the guest is paused, hangs or has
+    /// panicked.
+    Autopsy(AutopsyArgs),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

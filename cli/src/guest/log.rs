@@ -80,7 +80,7 @@ fn level(text: &str) -> Result<Level, String> {
 
 /// A record as JSON.
 #[derive(Debug, Serialize)]
-struct Line {
+pub struct Line {
     sequence: u64,
     /// Microseconds since the kernel booted.
     time_us: u64,
@@ -139,7 +139,8 @@ pub fn text(record: &v1::KernelLogRecord) -> String {
     format!("{stamp}{}\n", text.replace('\n', &indent))
 }
 
-fn line(record: v1::KernelLogRecord, is_memory: bool) -> Line {
+/// Returns a record for programs.
+pub fn line(record: v1::KernelLogRecord, is_memory: bool) -> Line {
     use v1::kernel_log_record::Caller;
     let facility = || {
         let number = usize::try_from(record.facility).unwrap_or(usize::MAX);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Runs `patchbay guest`.
 
+pub mod autopsy;
 pub mod console;
 pub mod log;
 pub mod run;
@@ -101,13 +102,7 @@ pub async fn run(
         GuestCommand::List { patterns } => list(target, patterns, output).await,
         GuestCommand::Run(arguments) => run::become_monitor(target, arguments),
         GuestCommand::Describe => {
-            let verb = async |client: Client| {
-                let request = client.request(v1::DescribeGuestRequest::default());
-                let answer = client.guest().describe_guest(request).await?.into_inner();
-                let name = answer.status.clone().unwrap_or_default().guest;
-                let socket = client.socket().display().to_string();
-                Ok(view::GuestDetails::described(name, socket, answer).into())
-            };
+            let verb = async |client: Client| Ok(autopsy::guest(&client).await?.into());
             selected().await?.run(output, "describing", verb).await
         }
         GuestCommand::Wait { state } => {
@@ -166,6 +161,10 @@ pub async fn run(
         }
         GuestCommand::Console(arguments) => {
             console::console(&selected().await?.one("guest console")?, &arguments).await
+        }
+        GuestCommand::Autopsy(arguments) => {
+            let client = selected().await?.one("guest autopsy")?;
+            Failure::after(timeout, autopsy::autopsy(&client, arguments, output)).await
         }
         GuestCommand::Log(arguments) => {
             let client = selected().await?.one("guest log")?;

@@ -3,7 +3,7 @@
 
 mod apply;
 pub mod change;
-mod claims;
+pub mod claims;
 mod repair;
 mod wait;
 mod watch;

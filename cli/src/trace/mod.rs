@@ -6,7 +6,7 @@ mod change;
 mod status;
 mod stream;
 mod timeline;
-mod view;
+pub mod view;
 
 use std::time::Duration;
 

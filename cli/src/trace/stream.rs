@@ -187,11 +187,7 @@ pub async fn record(
         };
         let batch = batch?;
         if let Some(lost) = batch.losses {
-            // The guest chooses some of these numbers.
-            losses.overwritten = losses.overwritten.saturating_add(lost.overwritten);
-            losses.slow_client = losses.slow_client.saturating_add(lost.slow_client);
-            losses.flood = losses.flood.saturating_add(lost.flood);
-            losses.malformed = losses.malformed.saturating_add(lost.malformed);
+            losses.add(&lost.into());
         }
         timeline
             .add(batch)

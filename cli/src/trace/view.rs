@@ -265,6 +265,18 @@ impl From<v1::TraceLosses> for Losses {
 }
 
 impl Losses {
+    /// Adds further losses. The guest chooses some of these numbers.
+    pub fn add(&mut self, more: &Self) {
+        for (sum, more) in [
+            (&mut self.overwritten, more.overwritten),
+            (&mut self.slow_client, more.slow_client),
+            (&mut self.flood, more.flood),
+            (&mut self.malformed, more.malformed),
+        ] {
+            *sum = sum.saturating_add(more);
+        }
+    }
+
     /// Returns a sentence for people; empty if nothing was lost.
     pub fn sentence(&self) -> String {
         let parts = [

@@ -3,7 +3,7 @@
 
 use patchbay_guest::testing::TestKey;
 use patchbay_kernel_image::DebugLine;
-use patchbay_service::testing::{Discovered, GuestLog};
+use patchbay_service::testing::{Discovered, GuestLog, GuestRings, numbered};
 
 use super::lab::{Commands, Lab};
 
@@ -62,6 +62,58 @@ fn taints_and_load_are_described() {
     );
     let described = Lab::new().json(&["guest", "describe"]);
     assert!(described["details"].get("taints").is_none(), "{described}");
+}
+
+#[test]
+fn an_autopsy_has_every_part_that_can_be_read() {
+    let lab = Lab::with(&[TestKey::new("alpha", 1), TestKey::new("beta", 1)]);
+    let rings = GuestRings::new(&lab.guest);
+    rings.found_by(&lab.registry);
+    let log = rings.log();
+    log.print(4, "the last \x1b words");
+    log.put_state(1 << 7, [0; 3]);
+    for number in 0..3 {
+        let payload = numbered(number);
+        rings.write(|writer| writer.event(0, 1000 * number, &payload));
+    }
+    lab.ok(&["keys", "inc", "alpha"]);
+    let file = lab.folder().join("autopsy.json");
+    let path = file.to_str().expect("UTF-8");
+    let (text, said, code) = lab.all(&["guest", "autopsy", "--file", path, "--events", "2"]);
+    assert_eq!(code, Some(0), "{said}");
+    for part in [
+        "D (oops or BUG)",
+        "alpha",
+        "test:numbered",
+        "the last \\x1b words",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    assert!(!text.contains("beta"), "{text}");
+    let mode = std::fs::metadata(&file).expect("written").permissions();
+    assert_eq!(
+        std::os::unix::fs::PermissionsExt::mode(&mode) & 0o777,
+        0o600
+    );
+    let written = std::fs::read(&file).expect("written");
+    let found: serde_json::Value = serde_json::from_slice(&written).expect("JSON");
+    assert_eq!(found["log"]["records"][0]["text"], "the last \\x1b words");
+    let ring = &found["rings"][""];
+    assert_eq!(ring["left_out"], 1);
+    assert_eq!(ring["events"][1]["fields"]["number"], 2);
+    assert_eq!(found["holds"][0]["key"], "alpha");
+    assert_eq!(found["missing"], serde_json::json!({}));
+
+    let found = lab.json(&["guest", "autopsy", "--instance", "none"]);
+    let why = found["missing"]["rings"].as_str().expect("a reason");
+    assert!(why.contains("none"), "{why}");
+    assert_eq!(found["keys"][0]["name"], "alpha");
+    let (_, said, code) = lab.all(&["guest", "autopsy", "--file", "/nowhere/autopsy.json"]);
+    assert!(
+        said.contains("/nowhere/autopsy.json cannot be written"),
+        "{said}"
+    );
+    assert_eq!(code, Some(1));
 }
 
 #[test]

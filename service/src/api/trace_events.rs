@@ -56,6 +56,7 @@ pub async fn memory(
             .clone(),
         events_per_second: events_per_second(request),
         buffered: request.buffered,
+        no_follow: request.no_follow,
     };
     let keys = Arc::clone(&guest.keys);
     let opened = MemoryStream::begin(keys, guest.tracer.link.clone(), permit, wanted).await;
@@ -78,7 +79,7 @@ pub async fn memory(
 
 /// Returns whether only the reader of the memory can serve a request.
 fn is_only_in_memory(request: &v1::StreamTracepointEventsRequest) -> bool {
-    !request.instance.is_empty() || request.buffered
+    !request.instance.is_empty() || request.buffered || request.no_follow
 }
 
 /// Returns the reader of a request. `Unspecified` is the memory if the rings are found there,
@@ -94,7 +95,7 @@ fn choose(
     let only_in_memory = is_only_in_memory(request);
     match source {
         v1::TraceSource::Agent if only_in_memory => {
-            let message = "the agent reads only its own instance, from the end; give the source memory to read another instance, or buffered events";
+            let message = "the agent reads only its own instance, from the end on; give the source memory to read another instance, or buffered events alone";
             return Err(invalid("source", message));
         }
         v1::TraceSource::Agent => return Ok(source),

@@ -12,7 +12,7 @@ mod rings;
 pub use self::clock::ManualClock;
 pub use self::discovery::{Discovered, discovered_after, found, found_after};
 pub use self::log::GuestLog;
-pub use self::rings::GuestRings;
+pub use self::rings::{GuestRings, numbered};
 
 use patchbay_proto::v1;
 use tonic::{Request, Status};

@@ -14,6 +14,16 @@ use super::GuestLog;
 use super::discovery::found;
 use crate::keys::registry::Registry;
 
+/// Returns the payload of an event `test:numbered`.
+pub fn numbered(number: u64) -> Vec<u8> {
+    let mut payload = vec![7, 0, 0, 0, 42, 0, 0, 0];
+    payload.extend_from_slice(&number.to_le_bytes());
+    payload.extend_from_slice(b"a task\0\0\0\0\0\0\0\0\0\0");
+    payload.extend_from_slice(&(5_u32 << 16 | 40).to_le_bytes());
+    payload.extend_from_slice(b"abc\0text\0\0\0\0");
+    payload
+}
+
 /// Rings of two CPUs in the memory of a guest that has registered.
 pub struct GuestRings {
     rings: Mutex<Rings>,
@@ -38,6 +48,11 @@ impl GuestRings {
         };
         own.put(&[], |_| {});
         own
+    }
+
+    /// Returns the log of the same kernel.
+    pub fn log(&self) -> &GuestLog {
+        &self.log
     }
 
     /// Tells the registry where the rings are, as a discovery does.

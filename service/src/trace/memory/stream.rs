@@ -22,6 +22,8 @@ use crate::keys::{Keys, KeysError};
 const BUSY: Duration = Duration::from_millis(5);
 /// Maximum time between two polls. Without an event, the time doubles up to this.
 const IDLE: Duration = Duration::from_millis(100);
+/// Maximum time for the events of a client that does not follow.
+const DUMP: Duration = Duration::from_secs(10);
 /// Minimum time between two marks.
 const MARKS: Duration = Duration::from_secs(1);
 
@@ -38,6 +40,8 @@ pub struct Wanted {
     pub events_per_second: u32,
     /// Begin with the events that the rings hold.
     pub buffered: bool,
+    /// End when the rings hold no more events.
+    pub no_follow: bool,
 }
 
 /// A client's view of the events.
@@ -50,6 +54,7 @@ pub struct MemoryStream {
     /// The agent, which compares the clocks of guest and host, if it is connected.
     link: AgentLink,
     permit: Permit,
+    no_follow: bool,
 }
 
 /// The messages of a poll.
@@ -92,10 +97,12 @@ impl MemoryStream {
             marks: Marks::default(),
             link,
             permit,
+            no_follow: wanted.no_follow,
         })
     }
 
-    /// Sends events until the client disconnects, or the instance is removed.
+    /// Sends events until the client disconnects, or the instance is removed. Without following,
+    /// ends at the end of the rings.
     pub async fn tell(mut self, sender: &Sender) {
         let first = v1::StreamTracepointEventsResponse {
             source: v1::TraceSource::Memory.into(),
@@ -105,6 +112,7 @@ impl MemoryStream {
             return;
         }
         let mut pace = Pace::default();
+        let begun = Instant::now();
         loop {
             // Nothing is read until the client has taken the previous events.
             let Ok(permit) = sender.reserve().await else {
@@ -129,6 +137,10 @@ impl MemoryStream {
                 if sender.send(Ok(message)).await.is_err() {
                     return;
                 }
+            }
+            // A guest can pretend that there is more.
+            if self.no_follow && (!told.more || begun.elapsed() > DUMP) {
+                return;
             }
             if let Some(rest) = pace.after(told.has_read, told.more) {
                 tokio::time::sleep(rest).await;
@@ -253,6 +265,7 @@ mod tests {
             patterns: patterns.patterns().clone(),
             events_per_second: 1000,
             buffered: true,
+            no_follow: false,
         };
         let stream = MemoryStream::begin(Arc::new(keys), link, permit, wanted).await;
         let mut stream = stream.expect("found");

@@ -17,7 +17,7 @@ use super::super::link::AgentLink;
 use super::super::memory::{MemoryStream, Wanted};
 use super::super::{TraceError, select};
 use crate::keys::{Keys, KeysConfig, Registry};
-use crate::testing::GuestRings;
+use crate::testing::{GuestRings, numbered};
 
 struct Lab {
     keys: Arc<Keys>,
@@ -68,16 +68,6 @@ impl Lab {
     }
 }
 
-/// Returns the payload of an event `test:numbered`.
-fn numbered(number: u64) -> Vec<u8> {
-    let mut payload = vec![7, 0, 0, 0, 42, 0, 0, 0];
-    payload.extend_from_slice(&number.to_le_bytes());
-    payload.extend_from_slice(b"a task\0\0\0\0\0\0\0\0\0\0");
-    payload.extend_from_slice(&(5_u32 << 16 | 40).to_le_bytes());
-    payload.extend_from_slice(b"abc\0text\0\0\0\0");
-    payload
-}
-
 fn wanted(patterns: &[&str], buffered: bool) -> Wanted {
     let patterns = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
     Wanted {
@@ -88,6 +78,7 @@ fn wanted(patterns: &[&str], buffered: bool) -> Wanted {
             .clone(),
         events_per_second: 1000,
         buffered,
+        no_follow: false,
     }
 }
 
@@ -163,6 +154,26 @@ async fn events_are_read_with_their_fields_and_those_of_all_cpus_in_order() {
             assert_eq!((self::number(&events[0]), lost), (number, 0));
         }
     }
+}
+
+#[tokio::test]
+async fn a_stream_that_does_not_follow_ends_at_the_end_of_the_rings() {
+    let lab = Lab::new();
+    (0..6).for_each(|number| lab.event(number));
+    let dump = Wanted {
+        no_follow: true,
+        ..wanted(&[], true)
+    };
+    let mut client = lab.open(dump.clone()).await.expect("found");
+    assert_eq!(client.events(6).await.0.len(), 6);
+    assert!(client.0.recv().await.is_none());
+    // Without the events that the rings hold already, nothing is left to send.
+    let from_the_end = Wanted {
+        buffered: false,
+        ..dump
+    };
+    let mut client = lab.open(from_the_end).await.expect("found");
+    assert!(client.0.recv().await.is_none());
 }
 
 #[tokio::test]
