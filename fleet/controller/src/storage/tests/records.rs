@@ -132,6 +132,7 @@ fn samples(run: &str) -> Vec<Rollout> {
                 bakes_until: Some(1_800_000_000_000),
                 is_added: false,
                 is_taken_back: false,
+                decided_by: String::new(),
             },
             Wave {
                 name: "2".to_owned(),
@@ -141,6 +142,7 @@ fn samples(run: &str) -> Vec<Rollout> {
                 bakes_until: None,
                 is_added: true,
                 is_taken_back: false,
+                decided_by: String::new(),
             },
         ],
         policy: Policy {
