@@ -395,11 +395,12 @@ pub async fn change_late(hosts: &Hosts, running: &Running) -> Result<(), DriftEr
     }
     let wave = format!("late-{}", snapshot.waves + 1);
     let starter = &running.rollout().header().starter().to_owned();
-    let prepared = futures_util::stream::iter(late(hosts, &running.spec, &snapshot.current).await)
-        .map(|(host, status)| async move {
-            validate(running, &host, &status.guest, 1, starter).await
-        })
-        .buffered(FAN_OUT);
+    let prepared =
+        futures_util::stream::iter(late(hosts, &running.spec, &snapshot.current).await)
+            .map(|(host, status)| async move {
+                validate(running, &host, &status.guest, 1, starter).await
+            })
+            .buffered(FAN_OUT);
     let mut added: Vec<Member> = prepared.collect().await;
     // A guest that refuses now may not have booted yet, so it remains drift.
     added.retain(|member| !matches!(member.state, State::Skipped { .. }));

@@ -202,7 +202,9 @@ impl Access {
             Some(name) => Principal::asserted(name)
                 .map_err(|error| bad(PRINCIPAL_METADATA, error.to_string()))?,
         };
-        let person = asserted(PERSON_METADATA)?.map(Principal::asserted).transpose();
+        let person = asserted(PERSON_METADATA)?
+            .map(Principal::asserted)
+            .transpose();
         let person = person.map_err(|error| bad(PERSON_METADATA, error.to_string()))?;
         let role = asserted(ROLE_METADATA)?.map(String::from_utf8_lossy);
         let role = role.as_deref().unwrap_or(Role::Admin.as_str());
@@ -443,7 +445,10 @@ mod tests {
             (fleet.principal.as_str(), fleet.limit),
             ("fleet", Role::Viewer)
         );
-        assert_eq!(fleet.person, Some(Principal::asserted(b"alice").expect("good")));
+        assert_eq!(
+            fleet.person,
+            Some(Principal::asserted(b"alice").expect("good"))
+        );
         let odd = caller(Some(OWNER), &[(PERSON_METADATA, "monitor")]).err();
         assert!(matches!(odd, Some(AccessError::BadMetadata { .. })));
         for uid in [Some(0), Some(OWNER + 1), None] {

@@ -79,29 +79,32 @@ impl KeyScope {
     /// # Errors
     /// A glob is malformed.
     pub fn new(scope: Scope) -> Result<Self, PatternError> {
-        let rule = |rule: ScopeRule| {
-            Ok(Rule {
-                keys: Patterns::parse(&rule.keys)?,
-                name: rule.name,
-                max_keys: rule
-                    .max_keys
-                    .map(|most| usize::try_from(most).unwrap_or(usize::MAX)),
-                // In the message, an empty reason means that there is none.
-                exhausted: Some(rule.exhausted).filter(|why| !why.is_empty()),
-            })
+        let person = match scope.person {
+            Some(person) => Some((person.name, parse(person.rules)?)),
+            None => None,
         };
-        let rules = |rules: Vec<ScopeRule>| rules.into_iter().map(rule).collect();
-        let person = scope.person.map(|person| {
-            let rules: Result<_, PatternError> = rules(person.rules);
-            Ok((person.name, rules?))
-        });
         let seconds = u64::try_from(scope.expires).ok().filter(|at| *at != 0);
         Ok(Self {
-            rules: rules(scope.rules)?,
-            person: person.transpose()?,
+            rules: parse(scope.rules)?,
+            person,
             expires: seconds.and_then(|at| UNIX_EPOCH.checked_add(Duration::from_secs(at))),
         })
     }
+}
+
+fn parse(rules: Vec<ScopeRule>) -> Result<Vec<Rule>, PatternError> {
+    let rule = |rule: ScopeRule| {
+        Ok(Rule {
+            keys: Patterns::parse(&rule.keys)?,
+            name: rule.name,
+            max_keys: rule
+                .max_keys
+                .map(|most| usize::try_from(most).unwrap_or(usize::MAX)),
+            // In the message, an empty reason means that there is none.
+            exhausted: Some(rule.exhausted).filter(|why| !why.is_empty()),
+        })
+    };
+    rules.into_iter().map(rule).collect()
 }
 
 impl Rule {
@@ -261,6 +264,8 @@ fn refuse(principal: &str, why: String) -> KeysError {
 
 #[cfg(test)]
 mod tests {
+    use patchbay_proto::scope::PersonScope;
+
     use super::*;
 
     fn rule(name: &str, keys: &[&str], max_keys: Option<u32>) -> ScopeRule {
@@ -396,7 +401,10 @@ mod tests {
             .permit(&own, &["ext4_a"], Use::Change, now)
             .expect("one was counted");
         let own = caller("fleet", vec![rule("fleet", &[], Some(2))]);
-        refused(spent.permit(&own, &["ext4_b"], Use::Change, now), "would make it 3");
+        refused(
+            spent.permit(&own, &["ext4_b"], Use::Change, now),
+            "would make it 3",
+        );
         let scope = Scope {
             rules: vec![rule("fleet", &[], None)],
             person: Some(PersonScope::default()),
@@ -417,7 +425,8 @@ mod tests {
                 rules,
                 expires,
                 ..Scope::default()
-            }).expect("no globs");
+            })
+            .expect("no globs");
             Caller {
                 name: "alice".to_owned(),
                 person: None,

@@ -510,7 +510,13 @@ mod tests {
             let audit = Audit::start(AuditLog::open(&path).expect("new")).expect("a thread");
             let long = text.repeat(64 << 10);
             for _ in 0..1000 {
-                audit.denied(&long, &long, "/patchbay.v1.GuestService/PauseGuest", &long, &long);
+                audit.denied(
+                    &long,
+                    &long,
+                    "/patchbay.v1.GuestService/PauseGuest",
+                    &long,
+                    &long,
+                );
                 audit.refused("192.0.2.1:7", &long, &long);
             }
             audit.flush().await;
@@ -545,7 +551,13 @@ mod tests {
         tokio::task::yield_now().await;
         let long = "x".repeat(MAX_WHY_BYTES);
         for _ in 0..1000 {
-            audit.denied("alice", "", "/patchbay.v1.GuestService/PauseGuest", "a", &long);
+            audit.denied(
+                "alice",
+                "",
+                "/patchbay.v1.GuestService/PauseGuest",
+                "a",
+                &long,
+            );
         }
         tokio::time::sleep(TICK + Duration::from_secs(1)).await;
         watching.abort();

@@ -139,9 +139,7 @@ impl Policy {
     #[must_use]
     pub fn may_assert(&self, principal: &str, guest: &str) -> bool {
         let mut rules = self.rules.iter().filter(|rule| rule.may_assert);
-        rules.any(|rule| {
-            rule.principals.select_path(principal) && rule.guests.select_whole(guest)
-        })
+        rules.any(|rule| rule.principals.select_path(principal) && rule.guests.select_whole(guest))
     }
 
     /// Returns whether the rules bound the calls that others make for this person. They do if one
@@ -428,10 +426,16 @@ rules:
         for everybody in ["'*'", "'**'", "'*', '!bob'", "'*', fleet"] {
             assert!(!bounds(everybody, ALICE), "{everybody}");
         }
-        for named in ["'spiffe://example.org/**'", "'*', 'spiffe://example.org/net/*'"] {
+        for named in [
+            "'spiffe://example.org/**'",
+            "'*', 'spiffe://example.org/net/*'",
+        ] {
             assert!(bounds(named, ALICE), "{named}");
         }
-        assert!(!bounds("'spiffe://example.org/**', '!spiffe://example.org/net'", ALICE));
+        assert!(!bounds(
+            "'spiffe://example.org/**', '!spiffe://example.org/net/*'",
+            ALICE
+        ));
     }
 
     #[test]

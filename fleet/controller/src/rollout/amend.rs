@@ -54,7 +54,8 @@ impl Rollout {
         self.header.waves.extend(cut);
         // The rollout itself adds waves for what the starter's spec selects.
         if !principal.is_empty() {
-            self.header.decide(waves..self.header.waves.len(), principal);
+            self.header
+                .decide(waves..self.header.waves.len(), principal);
         }
         self.append(added);
         let text = match more {

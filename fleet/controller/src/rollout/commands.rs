@@ -81,7 +81,8 @@ impl Rollout {
                 self.run.retries.remove(&index);
             }
         }
-        self.header.decide(self.header.wave..self.header.waves.len(), principal);
+        self.header
+            .decide(self.header.wave..self.header.waves.len(), principal);
         self.enter(Phase::Running(Stage::Changing), principal, now, "resumed");
         Ok(())
     }

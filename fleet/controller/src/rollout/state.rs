@@ -289,7 +289,7 @@ impl Header {
         match self.started_by.as_str() {
             "" => timeline
                 .find(|entry| entry.text == STARTED)
-                .map_or("", |entry| &entry.principal),
+                .map_or("", |entry| entry.principal.as_str()),
             starter => starter,
         }
     }

@@ -84,10 +84,7 @@ impl Node {
         // what is not signed.
         let is_remote = call.identity.certificate.is_some();
         let differences = [
-            (
-                "host",
-                is_remote && !self.admission.is_for(&assertion.host),
-            ),
+            ("host", is_remote && !self.admission.is_for(&assertion.host)),
             ("guest", assertion.guest != call.guest),
             ("owner", assertion.owner != claimed.owner),
             ("generation", assertion.generation != claimed.generation),
