@@ -8,8 +8,10 @@
 use std::time::SystemTime;
 
 use patchbay_access::assertion;
+use patchbay_access::policy::Question;
 use patchbay_proto::ASSERTION_METADATA;
 use patchbay_proto::fleet::v1::Assertion;
+use patchbay_proto::methods::Effect;
 use prost::Message;
 use tonic::Status;
 use tonic::metadata::MetadataMap;
@@ -19,8 +21,6 @@ use super::call::Call;
 use super::give_back::gives_back;
 use super::node::{Node, question_of};
 use super::status;
-use patchbay_access::policy::Question;
-use patchbay_proto::methods::Effect;
 
 /// The fields of a SetClaimsRequest that an assertion repeats. The monitor decodes them in the same
 /// way.

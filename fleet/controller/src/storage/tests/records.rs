@@ -320,3 +320,16 @@ async fn a_record_of_a_newer_version_is_left_alone_and_says_so() {
         );
     }
 }
+
+/// Checks the fields that records of earlier builds of this version do not have.
+#[test]
+fn a_header_keeps_who_decided() {
+    let mut header = rollout("net", 2, 1).header().clone();
+    let read: Header = record::decode(&record::encode(&header)).expect("of this version");
+    assert_eq!(read, header);
+    header.started_by = "alice".to_owned();
+    header.ended_by = "bob".to_owned();
+    header.waves[0].decided_by = "carol".to_owned();
+    let read: Header = record::decode(&record::encode(&header)).expect("of this version");
+    assert_eq!(read, header);
+}
