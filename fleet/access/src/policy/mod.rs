@@ -46,10 +46,10 @@
 //! `**` does not name the person in this sense, because a rule that lets everybody look would
 //! otherwise stop every rollout. For a person whom no rule names, the controller's rights decide
 //! alone: hosts need not know all persons of a fleet, whose rights the controller's policy decides.
-//! To bound all persons of a domain, name them: `spiffe://example.org/people/**`. An assertion about
-//! `uid:N` means a user of the controller's machine, and the rules for `uid:N` bound it all the
-//! same. The end of claims is not bounded by the person, so that anybody who may abort a rollout
-//! can.
+//! To bound all persons of a domain, name them: `spiffe://example.org/people/**`. An assertion
+//! about `uid:N` means a user of the controller's machine, and the rules for `uid:N` bound it all
+//! the same. The end of claims is not bounded by the person, so that anybody who may abort a
+//! rollout can.
 //!
 //! # Caps
 //!
