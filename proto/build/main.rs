@@ -11,7 +11,10 @@ const AGENT: [&str; 2] = [
     "patchbay/agent/v1/exec.proto",
 ];
 #[cfg(feature = "grpc")]
-const FLEET: &str = "patchbay/fleet/v1/fleet.proto";
+const FLEET: [&str; 2] = [
+    "patchbay/fleet/v1/fleet.proto",
+    "patchbay/fleet/v1/assertion.proto",
+];
 
 fn main() -> BuildResult {
     println!("cargo:rerun-if-changed=build");
@@ -44,7 +47,7 @@ fn generate() -> BuildResult {
         services.compile_fds(files)
     };
     compile(compiler.file_descriptor_set())?;
-    compile(protox::compile([FLEET], ["."])?)?;
+    compile(protox::compile(FLEET, ["."])?)?;
     compile(protox::compile(AGENT, ["."])?)?;
     Ok(())
 }

@@ -105,5 +105,12 @@ pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "
 pub const PRINCIPAL_METADATA: &str = "patchbay-principal";
 /// Metadata key by which a trusted proxy limits a call to a role: "viewer", "operator" or "admin".
 pub const ROLE_METADATA: &str = "patchbay-role";
+/// Metadata key by which a trusted proxy names the person for whom the principal makes the call.
+pub const PERSON_METADATA: &str = "patchbay-person";
+/// Metadata key of an encoded [`fleet::v1::SignedAssertion`], by which a controller names to a
+/// host's daemon the person for whom it makes the call.
+pub const ASSERTION_METADATA: &str = "patchbay-assertion-bin";
+/// The maximum size of an encoded [`fleet::v1::SignedAssertion`], in bytes.
+pub const MAX_ASSERTION_BYTES: usize = 4096;
 /// `google.rpc.ErrorInfo.domain` of every error.
 pub const ERROR_DOMAIN: &str = "patchbay";

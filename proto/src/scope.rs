@@ -12,6 +12,9 @@ pub const SCOPE_METADATA: &str = "patchbay-scope-bin";
 /// The end of a role in [`ROLE_METADATA`](crate::ROLE_METADATA) if a [`Scope`] limits the call. A
 /// monitor that does not check scopes knows no such role, and refuses the call.
 pub const SCOPED: &str = "/scoped";
+/// The end of a role in place of [`SCOPED`] if the [`Scope`] has rules for a person. A monitor that
+/// does not check these rules knows no such role, and refuses the call.
+pub const SCOPED_BY_PERSON: &str = "/scoped-by-person";
 /// The maximum size of an encoded scope, in bytes.
 pub const MAX_SCOPE_BYTES: usize = 128 << 10;
 
@@ -24,6 +27,20 @@ pub struct Scope {
     /// The time at which the caller's credentials expire, in seconds since 1970; 0 if they do not.
     #[prost(int64, tag = "2")]
     pub expires: i64,
+    /// Rules that must permit the call too, for the person for whom the caller makes it.
+    #[prost(message, optional, tag = "3")]
+    pub person: Option<PersonScope>,
+}
+
+/// The keys that a person may change.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct PersonScope {
+    /// The person's principal.
+    #[prost(string, tag = "1")]
+    pub name: String,
+    /// The rules, in the order of the policy. The first that permits every key of the call counts.
+    #[prost(message, repeated, tag = "2")]
+    pub rules: Vec<ScopeRule>,
 }
 
 /// A rule of the policy.

@@ -45,7 +45,7 @@ patchbay audit verify
 # Writes an operator's policy, and starts a controller with its store.
 echo '# ours' >>/etc/patchbay/policy.yaml
 echo "OPTIONS=--standalone --host here=$socket" >/etc/patchbay/fleet.conf
-echo "  - {name: controller, principals: ['uid:$(id -u patchbay-fleet)'], role: admin}" >>/etc/patchbay/policy.yaml
+echo "  - {name: controller, principals: ['uid:$(id -u patchbay-fleet)'], role: admin, may_assert: true}" >>/etc/patchbay/policy.yaml
 systemctl reload patchbayd
 systemctl start patchbay-fleet
 test "$(systemctl show --value --property User patchbay-fleet)" = patchbay-fleet

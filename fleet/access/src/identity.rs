@@ -211,6 +211,13 @@ fn checked(principal: String) -> Result<String, IdentityError> {
     Ok(principal)
 }
 
+/// Returns whether a name that is not proved by a connection is valid for a principal, and is not
+/// one that monitors use for themselves.
+#[must_use]
+pub fn is_principal(name: &str) -> bool {
+    name != RESERVED && name != "unknown" && checked(name.to_owned()).is_ok()
+}
+
 fn shown(name: &str) -> String {
     name.chars().take(MAX_PRINCIPAL_BYTES).collect()
 }

@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 pub mod addresses;
+pub mod assertion;
 pub mod audit;
 pub mod certs;
 pub mod connect;

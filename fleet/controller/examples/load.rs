@@ -128,7 +128,7 @@ async fn bare_loop(hosts: &Hosts, generation: u64, claims: &[v1::KeyClaim]) -> a
     }
     let calls = futures_util::stream::iter(calls);
     let mut answers = calls
-        .map(|(host, request)| tokio::spawn(async move { host.set_claims(request).await }))
+        .map(|(host, request)| tokio::spawn(async move { host.set_claims(request, "").await }))
         .buffer_unordered(usize::MAX);
     while let Some(answer) = answers.next().await {
         answer??;

@@ -299,7 +299,7 @@ async fn fix(
             let host = hosts.get(&guest.0)?;
             let member = snapshot.current.get(&guest);
             let generation = member.map_or(1, |(_, member)| member.generation.saturating_add(1));
-            Some(validate(running, &host, &guest.1, generation).await)
+            Some(validate(running, &host, &guest.1, generation, principal).await)
         })
         .buffered(FAN_OUT);
     let prepared: Vec<Option<Member>> = validated.collect().await;
@@ -329,9 +329,16 @@ async fn fix(
 
 /// Validates the claims on a guest's keys. A guest whose claims do not fit into the store is left
 /// out.
-async fn validate(running: &Running, host: &Host, guest: &str, generation: u64) -> Member {
+async fn validate(
+    running: &Running,
+    host: &Host,
+    guest: &str,
+    generation: u64,
+    person: &str,
+) -> Member {
     let (asks, spec) = (&running.asks, &running.spec);
-    let (mut member, _) = asks.validate(spec, host, guest, generation).await;
+    let validated = asks.validate(spec, host, guest, generation, person);
+    let (mut member, _) = validated.await;
     if let Err(error) = storage::check_member(&member) {
         let why = bounded(&error.to_string());
         member.plan = Plan::default();
@@ -387,9 +394,13 @@ pub async fn change_late(hosts: &Hosts, running: &Running) -> Result<(), DriftEr
         return Ok(());
     }
     let wave = format!("late-{}", snapshot.waves + 1);
-    let prepared = futures_util::stream::iter(late(hosts, &running.spec, &snapshot.current).await)
-        .map(|(host, status)| async move { validate(running, &host, &status.guest, 1).await })
-        .buffered(FAN_OUT);
+    let starter = &running.rollout().header().starter().to_owned();
+    let prepared =
+        futures_util::stream::iter(late(hosts, &running.spec, &snapshot.current).await)
+            .map(|(host, status)| async move {
+                validate(running, &host, &status.guest, 1, starter).await
+            })
+            .buffered(FAN_OUT);
     let mut added: Vec<Member> = prepared.collect().await;
     // A guest that refuses now may not have booted yet, so it remains drift.
     added.retain(|member| !matches!(member.state, State::Skipped { .. }));

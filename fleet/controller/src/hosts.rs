@@ -5,6 +5,7 @@
 //! progress.
 
 mod error;
+mod link;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::future::Future;
@@ -12,19 +13,20 @@ use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-use hyper_util::rt::TokioIo;
 use patchbay_proto::pages::Pages;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
-use patchbay_proto::{TraceParent, client, v1};
+use patchbay_proto::{ASSERTION_METADATA, TraceParent, v1};
 use tokio::sync::{Semaphore, watch};
+use tonic::metadata::MetadataValue;
 use tonic::transport::Channel;
 use tonic::{Request, Response, Status};
 
 pub use patchbay_access::connect::TlsFiles;
 
 pub use self::error::CallError;
+use self::link::Link;
 use crate::store::registry::GuestRecord;
 
 /// The maximum number of concurrent calls to a host. A host serves 128 calls of one connection. Its
@@ -32,11 +34,6 @@ use crate::store::registry::GuestRecord;
 const CALLS: usize = 64;
 /// The timeout of a call. The service limits a call to 30 s, and the answer needs time to arrive.
 const CALL_TIMEOUT: Duration = Duration::from_secs(35);
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// The interval between pings. A host that does not answer a ping within `KEEPALIVE_TIMEOUT` is
-/// considered unreachable.
-const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
-const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 const MAX_ANSWER_BYTES: usize = 8 << 20;
 /// The maximum number of changes of the registry that are kept.
 const MAX_CHANGES: usize = 4096;
@@ -68,12 +65,19 @@ pub struct HostConfig {
     pub labels: BTreeMap<String, String>,
 }
 
+/// The hosts, for calls that are made for one person.
+pub struct Acting {
+    pub hosts: Hosts,
+    /// The person's principal; empty if the calls are made for nobody.
+    pub person: String,
+}
+
 /// A connected host.
 pub struct Host {
     pub config: HostConfig,
     /// True if the host comes from the registry and not from the configuration.
     pub registered: bool,
-    channel: RwLock<Channel>,
+    link: RwLock<Arc<Link>>,
     calls: Semaphore,
 }
 
@@ -119,6 +123,14 @@ impl Hosts {
             latest: Arc::default(),
             changes: watch::Sender::new(0),
         })
+    }
+
+    /// Returns the hosts for calls that are made for this person.
+    pub fn acting_for(&self, person: &str) -> Acting {
+        Acting {
+            hosts: self.clone(),
+            person: person.to_owned(),
+        }
     }
 
     pub fn get(&self, name: &str) -> Option<Arc<Host>> {
@@ -239,38 +251,15 @@ async fn within<T>(call: impl Future<Output = Result<T, Status>>) -> Result<T, S
     })
 }
 
-/// Creates a channel that connects at the first call.
-fn channel(config: &HostConfig) -> Channel {
-    let channel = client::endpoint().connect_timeout(CONNECT_TIMEOUT);
-    match config.endpoint.clone() {
-        HostEndpoint::Socket(path) => {
-            channel.connect_with_connector_lazy(client::unix_socket(path))
-        }
-        HostEndpoint::Address(address, tls) => {
-            let channel = channel
-                .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
-                .keep_alive_timeout(KEEPALIVE_TIMEOUT);
-            let name = config.name.clone();
-            channel.connect_with_connector_lazy(tower::service_fn(move |_| {
-                let (name, address, tls) = (name.clone(), address.clone(), tls.clone());
-                async move {
-                    let connected = tls.connect_to(&name, &address).await;
-                    connected.map(TokioIo::new).map_err(|error| {
-                        std::io::Error::other(format!(
-                            "host {name} at {address}: {error}; its certificate must be for the name {name:?}, from a CA \
-                             of --host-ca"
-                        ))
-                    })
-                }
-            }))
-        }
-    }
+fn keys_of(channel: Channel) -> StaticKeysServiceClient<Channel> {
+    let keys = StaticKeysServiceClient::new(channel);
+    keys.max_decoding_message_size(MAX_ANSWER_BYTES)
 }
 
 impl Host {
     fn new(config: HostConfig, registered: bool) -> Self {
         Self {
-            channel: RwLock::new(channel(&config)),
+            link: RwLock::new(Link::new(&config)),
             config,
             registered,
             calls: Semaphore::new(CALLS),
@@ -278,8 +267,12 @@ impl Host {
     }
 
     fn channel(&self) -> Channel {
-        let channel = self.channel.read().unwrap_or_else(PoisonError::into_inner);
-        channel.clone()
+        self.link().channel.clone()
+    }
+
+    fn link(&self) -> Arc<Link> {
+        let link = self.link.read().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(&link)
     }
 
     fn guests(&self) -> GuestServiceClient<Channel> {
@@ -287,16 +280,15 @@ impl Host {
     }
 
     fn keys(&self) -> StaticKeysServiceClient<Channel> {
-        let keys = StaticKeysServiceClient::new(self.channel());
-        keys.max_decoding_message_size(MAX_ANSWER_BYTES)
+        keys_of(self.channel())
     }
 
-    /// Replaces the channel if the host refuses the controller's certificate. The certificate's
-    /// file may have been renewed, so the next call connects again and reads the file.
+    /// Replaces the channel if the host refuses the controller's certificate, or a signature by its
+    /// key. The files may have been renewed, so the next call connects again and reads them.
     fn look_at(&self, status: Status) -> Status {
-        if CallError::new(&status).is_certificate_refused {
-            let fresh = channel(&self.config);
-            *self.channel.write().unwrap_or_else(PoisonError::into_inner) = fresh;
+        if CallError::new(&status).is_identity_refused {
+            let fresh = Link::new(&self.config);
+            *self.link.write().unwrap_or_else(PoisonError::into_inner) = fresh;
         }
         status
     }
@@ -331,12 +323,27 @@ impl Host {
         }
     }
 
+    /// Replaces the claims of an owner for this person; for nobody if it is empty.
     pub async fn set_claims(
         &self,
         request: v1::SetClaimsRequest,
+        person: &str,
     ) -> Result<v1::SetClaimsResponse, Status> {
         let _permit = self.permit().await?;
-        self.answer(self.keys().set_claims(timed(request))).await
+        let link = self.link();
+        let assertion = match person {
+            "" => None,
+            person => Some(link.assertion(&self.config, &request, person)?),
+        };
+        let mut request = timed(request);
+        if let Some(assertion) = assertion {
+            let assertion = MetadataValue::from_bytes(&assertion);
+            request
+                .metadata_mut()
+                .insert_bin(ASSERTION_METADATA, assertion);
+        }
+        let mut keys = keys_of(link.channel.clone());
+        self.answer(keys.set_claims(request)).await
     }
 
     /// Returns the claims of the owner with this name, and the guest's boot.

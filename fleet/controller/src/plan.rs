@@ -55,10 +55,15 @@ pub async fn plan(
         created: now,
         trace_id: hosts::current_trace().map_or_else(String::new, |id| format!("{id:032x}")),
         run: format!("{:016x}", fastrand::u64(..)),
+        started_by: String::new(),
+        ended_by: String::new(),
     };
     let asks = &Asks::new(&header, spec);
     let validated = futures_util::stream::iter(selected)
-        .map(|(host, status)| async move { asks.validate(spec, &host, &status.guest, 1).await })
+        .map(|(host, status)| async move {
+            let guest = &status.guest;
+            asks.validate(spec, &host, guest, 1, principal).await
+        })
         .buffer_unordered(FAN_OUT);
     let mut validated = std::pin::pin!(validated);
     let (mut members, mut sets) = (Vec::<(Member, String)>::new(), KeySets::default());

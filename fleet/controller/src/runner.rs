@@ -382,13 +382,14 @@ impl Running {
         let rollout = self.rollout();
         let trace_id = rollout.header().trace();
         let (hosts, metrics) = (context.hosts.clone(), context.metrics.clone());
+        let acting = |member| context.hosts.acting_for(rollout.person(member));
         let (name, asks) = (rollout.header().name.clone(), Arc::clone(&self.asks));
         match action {
             Action::Claim {
                 member: index,
                 generation,
             } => {
-                let member = rollout.members()[index].clone();
+                let (member, hosts) = (rollout.members()[index].clone(), acting(index));
                 actions.spawn(async move {
                     let began = SystemTime::now();
                     let claiming = claim(&hosts, &asks, &member, generation);
@@ -413,7 +414,7 @@ impl Running {
                 member: index,
                 generation,
             } => {
-                let member = rollout.members()[index].clone();
+                let (member, hosts) = (rollout.members()[index].clone(), acting(index));
                 actions.spawn(async move {
                     let began = SystemTime::now();
                     let releasing = release(&hosts, &asks, &member, generation);
@@ -454,7 +455,7 @@ impl Running {
                 member: index,
                 generation,
             } => {
-                let member = rollout.members()[index].clone();
+                let (member, hosts) = (rollout.members()[index].clone(), acting(index));
                 actions.spawn(async move {
                     let (outcome, moved) = check(&hosts, &asks.owner, &member).await;
                     Outcome::Checked(Answered {

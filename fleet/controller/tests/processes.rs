@@ -11,6 +11,7 @@ mod processes {
     mod faults;
     mod fleet;
     mod outages;
+    mod persons;
     mod registry;
     mod samples;
     mod stalls;

@@ -14,6 +14,8 @@ mod guests;
 mod log;
 #[path = "node/patterns.rs"]
 mod patterns;
+#[path = "node/persons.rs"]
+mod persons;
 #[path = "node/remote.rs"]
 mod remote;
 #[path = "node/spans.rs"]

@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use patchbay_proto::methods::Call;
-use patchbay_proto::scope::{MAX_SCOPE_BYTES, SCOPE_METADATA, SCOPED, Scope};
-use patchbay_proto::{PRINCIPAL_METADATA, ROLE_METADATA};
+use patchbay_proto::scope::{MAX_SCOPE_BYTES, SCOPE_METADATA, SCOPED, SCOPED_BY_PERSON, Scope};
+use patchbay_proto::{PERSON_METADATA, PRINCIPAL_METADATA, ROLE_METADATA};
 use prost::Message;
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Request, Status};
@@ -61,6 +61,8 @@ fn listed(served: &[String]) -> String {
 /// The principal and role of a call.
 struct Identified {
     principal: Principal,
+    /// The person for whom the principal makes the call.
+    person: Option<Principal>,
     /// The keys that the call may change; `None` for all.
     scope: Option<Arc<KeyScope>>,
     /// The role to which the caller limits the call.
@@ -94,10 +96,17 @@ impl Access {
         let caller = self.caller(&request)?;
         let guest = self.authorise(&caller, request.get_ref())?;
         let Identified {
-            principal, scope, ..
+            principal,
+            person,
+            scope,
+            ..
         } = caller;
-        let name = principal.into();
-        Ok((guest, Caller { name, scope }, request))
+        let caller = Caller {
+            name: principal.into(),
+            person: person.map(|person| person.as_str().into()),
+            scope,
+        };
+        Ok((guest, caller, request))
     }
 
     /// Does the same as [`Self::admit`] for a stream of requests. Identifies the caller
@@ -193,16 +202,24 @@ impl Access {
             Some(name) => Principal::asserted(name)
                 .map_err(|error| bad(PRINCIPAL_METADATA, error.to_string()))?,
         };
+        let person = asserted(PERSON_METADATA)?
+            .map(Principal::asserted)
+            .transpose();
+        let person = person.map_err(|error| bad(PERSON_METADATA, error.to_string()))?;
         let role = asserted(ROLE_METADATA)?.map(String::from_utf8_lossy);
         let role = role.as_deref().unwrap_or(Role::Admin.as_str());
-        let scoped = role.strip_suffix(SCOPED);
+        let by_person = role.strip_suffix(SCOPED_BY_PERSON);
+        let scoped = by_person.or_else(|| role.strip_suffix(SCOPED));
         let limit = scoped.unwrap_or(role).parse();
         let limit = limit.map_err(|error: crate::auth::UnknownRole| {
             bad(ROLE_METADATA, format!("names an {error}"))
         })?;
         let sent = request.metadata().contains_key(SCOPE_METADATA);
         let scope = match (scoped, sent) {
-            (Some(_), _) => Some(Arc::new(scope(request.metadata())?)),
+            (Some(_), _) => {
+                let scope = scope(request.metadata(), by_person.is_some())?;
+                Some(Arc::new(scope))
+            }
             (None, false) => None,
             (None, true) if peer != Some(self.owner) => {
                 return Err(AccessError::PrincipalNotTrusted {
@@ -217,14 +234,16 @@ impl Access {
         };
         Ok(Identified {
             principal,
+            person,
             scope,
             limit,
         })
     }
 }
 
-/// Reads the scope that a scoped role requires in the metadata.
-fn scope(metadata: &MetadataMap) -> Result<KeyScope, AccessError> {
+/// Reads the scope that a scoped role requires in the metadata. The role says whether the scope has
+/// rules for a person.
+fn scope(metadata: &MetadataMap, by_person: bool) -> Result<KeyScope, AccessError> {
     let bad = |message: &str| AccessError::BadMetadata {
         key: SCOPE_METADATA,
         message: message.to_owned(),
@@ -238,6 +257,9 @@ fn scope(metadata: &MetadataMap) -> Result<KeyScope, AccessError> {
         return Err(bad("is too long"));
     }
     let scope = Scope::decode(bytes).map_err(|_| bad("is no encoded scope"))?;
+    if scope.person.is_some() != by_person {
+        return Err(bad("and the role differ in whether rules bound a person"));
+    }
     KeyScope::new(scope).map_err(|error| bad(&format!("has a malformed glob: {error}")))
 }
 
@@ -299,7 +321,7 @@ impl From<AccessError> for Status {
 
 #[cfg(test)]
 mod tests {
-    use patchbay_proto::scope::ScopeRule;
+    use patchbay_proto::scope::{PersonScope, ScopeRule};
     use patchbay_proto::v1::DescribeGuestRequest;
     use tonic::metadata::MetadataValue;
 
@@ -359,17 +381,30 @@ mod tests {
                 ..ScopeRule::default()
             };
             let rules = vec![rule];
-            Scope { rules, expires: 0 }.encode_to_vec()
+            Scope {
+                rules,
+                ..Scope::default()
+            }
+            .encode_to_vec()
         };
         let good = globs("net_*");
         let both = scoped(OWNER, Some("operator/scoped"), &[&good]).expect("both");
         assert_eq!(both.limit, Role::Operator);
         assert!(both.scope.is_some());
+        let for_alice = Scope {
+            person: Some(PersonScope::default()),
+            ..Scope::default()
+        }
+        .encode_to_vec();
+        let bounded = scoped(OWNER, Some("operator/scoped-by-person"), &[&for_alice]);
+        assert_eq!(bounded.expect("both").limit, Role::Operator);
         let neither = scoped(OWNER, Some("operator"), &[]).expect("neither");
         assert!(neither.scope.is_none());
         let long = vec![0; MAX_SCOPE_BYTES + 1];
         for (role, scopes) in [
             (Some("operator/scoped"), &[][..]),
+            (Some("operator/scoped"), &[&for_alice[..]]),
+            (Some("operator/scoped-by-person"), &[&good[..]]),
             (Some("operator"), &[&good[..]]),
             (None, &[&good[..]]),
             (Some("operator/scoped"), &[&good[..], &good[..]]),
@@ -400,12 +435,22 @@ mod tests {
     /// Root is rejected too. Root could act as the service's user instead.
     #[test]
     fn only_the_owner_is_believed() {
-        let asserted = [(PRINCIPAL_METADATA, "alice"), (ROLE_METADATA, "viewer")];
-        let alice = caller(Some(OWNER), &asserted).expect("trusted");
+        let asserted = [
+            (PRINCIPAL_METADATA, "fleet"),
+            (PERSON_METADATA, "alice"),
+            (ROLE_METADATA, "viewer"),
+        ];
+        let fleet = caller(Some(OWNER), &asserted).expect("trusted");
         assert_eq!(
-            (alice.principal.as_str(), alice.limit),
-            ("alice", Role::Viewer)
+            (fleet.principal.as_str(), fleet.limit),
+            ("fleet", Role::Viewer)
         );
+        assert_eq!(
+            fleet.person,
+            Some(Principal::asserted(b"alice").expect("good"))
+        );
+        let odd = caller(Some(OWNER), &[(PERSON_METADATA, "monitor")]).err();
+        assert!(matches!(odd, Some(AccessError::BadMetadata { .. })));
         for uid in [Some(0), Some(OWNER + 1), None] {
             for asserted in asserted {
                 let refused = caller(uid, &[asserted]).err().expect("not trusted");

@@ -174,6 +174,9 @@ pub struct ClaimSet<'a> {
     pub owner: &'a str,
     /// The name that the principal chose.
     pub name: &'a str,
+    /// The person for whom the principal makes the call, according to the host's daemon.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub person: Option<&'a str>,
     /// The generation.
     pub generation: u64,
     /// SHA-256 of the keys and the wanted state of each, in hexadecimal.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The keys that a caller may change, according to the host's daemon, and the caps on their number.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -18,6 +18,9 @@ const WINDOW: Duration = Duration::from_hours(1);
 pub struct Caller {
     /// The principal: "uid:N", or a name that the host's daemon asserts.
     pub name: String,
+    /// The person for whom the client makes the change, according to the host's daemon. It is only
+    /// recorded, and bounded by the scope: holds and claims belong to the client.
+    pub person: Option<Arc<str>>,
     /// The keys that the client may change; `None` for all.
     pub scope: Option<Arc<KeyScope>>,
 }
@@ -25,7 +28,11 @@ pub struct Caller {
 impl From<String> for Caller {
     /// Returns a caller that may change every key.
     fn from(name: String) -> Self {
-        Self { name, scope: None }
+        Self {
+            name,
+            person: None,
+            scope: None,
+        }
     }
 }
 
@@ -40,6 +47,8 @@ impl From<&str> for Caller {
 #[derive(Debug)]
 pub struct KeyScope {
     rules: Vec<Rule>,
+    /// The person for whom the caller makes the call, and the rules that must permit it too.
+    person: Option<(String, Vec<Rule>)>,
     /// The time at which the caller's credentials expire.
     expires: Option<SystemTime>,
 }
@@ -70,24 +79,32 @@ impl KeyScope {
     /// # Errors
     /// A glob is malformed.
     pub fn new(scope: Scope) -> Result<Self, PatternError> {
-        let rule = |rule: ScopeRule| {
-            Ok(Rule {
-                keys: Patterns::parse(&rule.keys)?,
-                name: rule.name,
-                max_keys: rule
-                    .max_keys
-                    .map(|most| usize::try_from(most).unwrap_or(usize::MAX)),
-                // In the message, an empty reason means that there is none.
-                exhausted: Some(rule.exhausted).filter(|why| !why.is_empty()),
-            })
+        let person = match scope.person {
+            Some(person) => Some((person.name, parse(person.rules)?)),
+            None => None,
         };
-        let rules = scope.rules.into_iter().map(rule);
         let seconds = u64::try_from(scope.expires).ok().filter(|at| *at != 0);
         Ok(Self {
-            rules: rules.collect::<Result<_, PatternError>>()?,
+            rules: parse(scope.rules)?,
+            person,
             expires: seconds.and_then(|at| UNIX_EPOCH.checked_add(Duration::from_secs(at))),
         })
     }
+}
+
+fn parse(rules: Vec<ScopeRule>) -> Result<Vec<Rule>, PatternError> {
+    let rule = |rule: ScopeRule| {
+        Ok(Rule {
+            keys: Patterns::parse(&rule.keys)?,
+            name: rule.name,
+            max_keys: rule
+                .max_keys
+                .map(|most| usize::try_from(most).unwrap_or(usize::MAX)),
+            // In the message, an empty reason means that there is none.
+            exhausted: Some(rule.exhausted).filter(|why| !why.is_empty()),
+        })
+    };
+    rules.into_iter().map(rule).collect()
 }
 
 impl Rule {
@@ -156,15 +173,37 @@ impl Spent {
         };
         if scope.expires.is_some_and(|at| at < SystemTime::now()) {
             let why = "its certificate has expired since it made the call".to_owned();
-            return Err(self.refuse(caller, why));
+            return Err(refuse(&caller.name, why));
         }
+        let own = self.find(&caller.name, &scope.rules, keys, how, now)?;
+        let person = match &scope.person {
+            Some((name, rules)) => Some((name, self.find(name, rules, keys, how, now)?)),
+            None => None,
+        };
+        // Both permit it, so it is counted for both.
+        self.count(&caller.name, own, keys, how, now);
+        if let Some((name, rule)) = person {
+            self.count(name, rule, keys, how, now);
+        }
+        Ok(())
+    }
+
+    /// Returns the first rule that permits the principal this use of the keys.
+    fn find<'r>(
+        &self,
+        principal: &str,
+        rules: &'r [Rule],
+        keys: &[&str],
+        how: Use,
+        now: Instant,
+    ) -> Result<&'r Rule, KeysError> {
         let mut nearest: Option<(Lack, &Rule)> = None;
-        for rule in &scope.rules {
+        for rule in rules {
             let lack = rule
                 .lacks(keys, how)
-                .or_else(|| self.count(caller, rule, keys, how, now));
+                .or_else(|| self.lacks_room(principal, rule, keys, how, now));
             match lack {
-                None => return Ok(()),
+                None => return Ok(rule),
                 Some(lack) => match &nearest {
                     Some((least, _)) if least.distance() <= lack.distance() => {}
                     _ => nearest = Some((lack, rule)),
@@ -175,53 +214,58 @@ impl Spent {
             Some((lack, rule)) => format!("rule {:?} {}", rule.name, lack.sentence()),
             None => "no rule of the policy permits it".to_owned(),
         };
-        Err(self.refuse(caller, why))
+        Err(refuse(principal, why))
     }
 
-    fn refuse(&self, caller: &Caller, why: String) -> KeysError {
-        KeysError::NotPermitted {
-            principal: caller.name.clone(),
-            why,
-        }
-    }
-
-    /// Compares a change with the cap of a rule, and counts it.
-    fn count(
-        &mut self,
-        caller: &Caller,
+    /// Compares a change with the cap of a rule.
+    fn lacks_room(
+        &self,
+        principal: &str,
         rule: &Rule,
         keys: &[&str],
         how: Use,
         now: Instant,
     ) -> Option<Lack> {
         let most = rule.max_keys?;
-        let lack = |given| (given > most).then_some(Lack::Keys { given, most });
-        match how {
-            Use::GiveBack => None,
-            Use::Check => lack(keys.len()),
+        let given = match how {
+            Use::GiveBack => return None,
+            Use::Check => keys.len(),
             Use::Change => {
-                self.0.retain(|_, keys| {
-                    keys.retain(|_, at| now.saturating_duration_since(*at) < WINDOW);
-                    !keys.is_empty()
-                });
-                let id = (rule.name.clone(), caller.name.clone());
-                let known = self.0.get(&id);
-                let is_new = |key: &&&str| known.is_none_or(|known| !known.contains_key(**key));
-                let new = keys.iter().filter(is_new).count();
-                let given = known.map_or(0, HashMap::len) + new;
-                if let Some(lack) = lack(given) {
-                    return Some(lack);
-                }
-                let counted = self.0.entry(id).or_default();
-                counted.extend(keys.iter().map(|key| ((*key).to_owned(), now)));
-                None
+                let id = (rule.name.clone(), principal.to_owned());
+                let known = self.0.get(&id).into_iter().flatten();
+                let known = known.filter(|(_, at)| now.saturating_duration_since(**at) < WINDOW);
+                let known: HashSet<&str> = known.map(|(key, _)| key.as_str()).collect();
+                let new = keys.iter().filter(|key| !known.contains(**key)).count();
+                known.len() + new
             }
-        }
+        };
+        (given > most).then_some(Lack::Keys { given, most })
     }
+
+    /// Counts a change against the cap of a rule.
+    fn count(&mut self, principal: &str, rule: &Rule, keys: &[&str], how: Use, now: Instant) {
+        if rule.max_keys.is_none() || how != Use::Change {
+            return;
+        }
+        self.0.retain(|_, keys| {
+            keys.retain(|_, at| now.saturating_duration_since(*at) < WINDOW);
+            !keys.is_empty()
+        });
+        let id = (rule.name.clone(), principal.to_owned());
+        let counted = self.0.entry(id).or_default();
+        counted.extend(keys.iter().map(|key| ((*key).to_owned(), now)));
+    }
+}
+
+fn refuse(principal: &str, why: String) -> KeysError {
+    let principal = principal.to_owned();
+    KeysError::NotPermitted { principal, why }
 }
 
 #[cfg(test)]
 mod tests {
+    use patchbay_proto::scope::PersonScope;
+
     use super::*;
 
     fn rule(name: &str, keys: &[&str], max_keys: Option<u32>) -> ScopeRule {
@@ -234,9 +278,13 @@ mod tests {
     }
 
     fn caller(name: &str, rules: Vec<ScopeRule>) -> Caller {
-        let scope = Scope { rules, expires: 0 };
+        let scope = Scope {
+            rules,
+            ..Scope::default()
+        };
         Caller {
             name: name.to_owned(),
+            person: None,
             scope: Some(Arc::new(KeyScope::new(scope).expect("good globs"))),
         }
     }
@@ -327,12 +375,61 @@ mod tests {
     }
 
     #[test]
+    fn the_rules_of_the_caller_and_of_the_person_must_both_permit() {
+        let scope = Scope {
+            rules: vec![rule("fleet", &["net_*", "ext4_*"], Some(2))],
+            person: Some(PersonScope {
+                name: "alice".to_owned(),
+                rules: vec![rule("net", &["net_*", "tcp_*"], Some(1))],
+            }),
+            ..Scope::default()
+        };
+        let fleet = Caller {
+            scope: Some(Arc::new(KeyScope::new(scope).expect("good globs"))),
+            ..Caller::from("fleet")
+        };
+        let (mut spent, now) = (Spent::default(), Instant::now());
+        let mut permit = |keys: &[&str]| spent.permit(&fleet, keys, Use::Change, now);
+        refused(permit(&["ext4_a"]), "alice");
+        refused(permit(&["tcp_a"]), "fleet");
+        permit(&["net_a"]).expect("both");
+        // What the person may not change is not counted for the caller, and the other way round.
+        refused(permit(&["net_b"]), "rule \"net\" allows 1 keys");
+        permit(&["net_a"]).expect("counted already");
+        let own = caller("fleet", vec![rule("fleet", &[], Some(2))]);
+        spent
+            .permit(&own, &["ext4_a"], Use::Change, now)
+            .expect("one was counted");
+        let own = caller("fleet", vec![rule("fleet", &[], Some(2))]);
+        refused(
+            spent.permit(&own, &["ext4_b"], Use::Change, now),
+            "would make it 3",
+        );
+        let scope = Scope {
+            rules: vec![rule("fleet", &[], None)],
+            person: Some(PersonScope::default()),
+            ..Scope::default()
+        };
+        let nobody = Caller {
+            scope: Some(Arc::new(KeyScope::new(scope).expect("good globs"))),
+            ..Caller::from("fleet")
+        };
+        refused(spent.permit(&nobody, &["a"], Use::Check, now), "no rule");
+    }
+
+    #[test]
     fn an_expired_assertion_permits_nothing() {
         let scope = |expires| {
             let rules = vec![rule("all", &[], None)];
-            let scope = KeyScope::new(Scope { rules, expires }).expect("no globs");
+            let scope = KeyScope::new(Scope {
+                rules,
+                expires,
+                ..Scope::default()
+            })
+            .expect("no globs");
             Caller {
                 name: "alice".to_owned(),
+                person: None,
                 scope: Some(Arc::new(scope)),
             }
         };
@@ -342,7 +439,7 @@ mod tests {
         let malformed = vec![rule("all", &["["], None)];
         let scope = Scope {
             rules: malformed,
-            expires: 0,
+            ..Scope::default()
         };
         assert!(KeyScope::new(scope).is_err());
     }

@@ -323,6 +323,7 @@ mod tests {
     fn intent() -> Entry {
         Entry::Intent {
             principal: "uid:0".to_owned(),
+            person: String::new(),
             method: "/patchbay.v1.StaticKeysService/UpdateStaticKeys".to_owned(),
             guest: "web-1".to_owned(),
             rule: "on-call".to_owned(),
@@ -569,6 +570,7 @@ mod tests {
         let hostile = format!("\u{9b}2J\u{1b}[1m\u{7f}\n{}", "\u{1}".repeat(1 << 20));
         let entry = Entry::Denied {
             principal: hostile.clone(),
+            person: String::new(),
             method: String::new(),
             guest: hostile.clone(),
             why: hostile.clone(),

@@ -31,6 +31,9 @@ pub enum Entry {
     Intent {
         /// The principal of the call.
         principal: String,
+        /// The person for whom the principal makes the call, if it has asserted one.
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        person: String,
         /// The full name of the gRPC method.
         method: String,
         /// The guest of the call.
@@ -47,6 +50,10 @@ pub enum Entry {
     Denied {
         /// The principal of the call.
         principal: String,
+        /// The person for whom the principal makes the call, if it has asserted one that is
+        /// believed.
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        person: String,
         /// The full name of the gRPC method.
         method: String,
         /// The guest of the call.
@@ -105,18 +112,20 @@ impl Entry {
         let texts: &mut [&mut String] = match self {
             Self::Intent {
                 principal,
+                person,
                 method,
                 guest,
                 rule,
                 request,
                 trace_id,
-            } => &mut [principal, method, guest, rule, request, trace_id],
+            } => &mut [principal, person, method, guest, rule, request, trace_id],
             Self::Denied {
                 principal,
+                person,
                 method,
                 guest,
                 why,
-            } => &mut [principal, method, guest, why],
+            } => &mut [principal, person, method, guest, why],
             Self::Refused {
                 address,
                 principal,

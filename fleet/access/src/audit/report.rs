@@ -22,6 +22,9 @@ pub struct Change {
     pub time: String,
     /// The principal of the call.
     pub principal: String,
+    /// The person for whom the principal made the call; empty if it asserted none.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub person: String,
     /// The full name of the gRPC method.
     pub method: String,
     /// The guest of the call.
@@ -50,6 +53,7 @@ pub fn changes(path: &Path) -> Result<(Vec<Change>, Chain), AuditError> {
     let chain = verify(path, |record| match record.entry.clone() {
         Entry::Intent {
             principal,
+            person,
             method,
             guest,
             rule,
@@ -61,6 +65,7 @@ pub fn changes(path: &Path) -> Result<(Vec<Change>, Chain), AuditError> {
                 id: record.id,
                 time: rfc3339(record.time_ms),
                 principal,
+                person,
                 method,
                 guest,
                 rule,
@@ -71,10 +76,12 @@ pub fn changes(path: &Path) -> Result<(Vec<Change>, Chain), AuditError> {
         }
         Entry::Denied {
             principal,
+            person,
             method,
             guest,
             why,
         } => changes.push(Change {
+            person,
             method,
             guest,
             ..event(record, principal, "DENIED", why)
@@ -124,6 +131,7 @@ fn event(record: &Record, principal: String, code: &str, message: String) -> Cha
         id: record.id,
         time: rfc3339(record.time_ms),
         principal,
+        person: String::new(),
         method: String::new(),
         guest: String::new(),
         rule: String::new(),
@@ -145,11 +153,15 @@ pub fn show(change: &Change) -> String {
         "" => &change.request,
         message => message,
     };
+    let principal = match change.person.as_str() {
+        "" => or_dash(&change.principal),
+        person => format!("{}({})", printable(&change.principal), printable(person)),
+    };
     format!(
         "{} {:>6} {} {} {} {} {}",
         change.time,
         change.id,
-        or_dash(&change.principal),
+        principal,
         or_dash(method),
         or_dash(&change.guest),
         printable(&change.code),
@@ -180,6 +192,7 @@ mod tests {
         let mut log = AuditLog::open(&path).expect("new");
         let intent = |guest: &str| Entry::Intent {
             principal: "uid:0".to_owned(),
+            person: String::new(),
             method: "/patchbay.v1.GuestService/PauseGuest".to_owned(),
             guest: guest.to_owned(),
             rule: "r".to_owned(),
@@ -190,6 +203,7 @@ mod tests {
         log.intent(intent("b")).expect("written");
         log.intent(Entry::Denied {
             principal: "uid:7".to_owned(),
+            person: String::new(),
             method: "/patchbay.v1.GuestService/PauseGuest".to_owned(),
             guest: "a".to_owned(),
             why: "no rule".to_owned(),
@@ -236,6 +250,7 @@ mod tests {
             id: 1,
             time: rfc3339(0),
             principal: hostile.to_owned(),
+            person: hostile.to_owned(),
             method: hostile.to_owned(),
             guest: hostile.to_owned(),
             rule: hostile.to_owned(),
@@ -260,6 +275,7 @@ mod tests {
             id: 7,
             time: "2026".to_owned(),
             principal: "uid:0".to_owned(),
+            person: String::new(),
             method: "/patchbay.v1.GuestService/PauseGuest".to_owned(),
             guest: "a".to_owned(),
             rule: "r".to_owned(),

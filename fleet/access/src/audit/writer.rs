@@ -143,9 +143,11 @@ impl Audit {
     }
 
     /// Records that a call was denied, unless there are too many such calls.
-    pub fn denied(&self, principal: &str, method: &str, guest: &str, why: &str) {
+    /// `person` is the one for whom the principal makes the call; empty if it has asserted none.
+    pub fn denied(&self, principal: &str, person: &str, method: &str, guest: &str, why: &str) {
         let entry = Entry::Denied {
             principal: short(principal, MAX_NAME_BYTES),
+            person: short(person, MAX_NAME_BYTES),
             method: method.to_owned(),
             guest: short(guest, MAX_NAME_BYTES),
             why: short(why, MAX_WHY_BYTES),
@@ -413,6 +415,7 @@ mod tests {
     fn intent(guest: &str) -> Entry {
         Entry::Intent {
             principal: "uid:0".to_owned(),
+            person: String::new(),
             method: "/patchbay.v1.GuestService/PauseGuest".to_owned(),
             guest: guest.to_owned(),
             rule: "on-call".to_owned(),
@@ -507,7 +510,13 @@ mod tests {
             let audit = Audit::start(AuditLog::open(&path).expect("new")).expect("a thread");
             let long = text.repeat(64 << 10);
             for _ in 0..1000 {
-                audit.denied(&long, "/patchbay.v1.GuestService/PauseGuest", &long, &long);
+                audit.denied(
+                    &long,
+                    &long,
+                    "/patchbay.v1.GuestService/PauseGuest",
+                    &long,
+                    &long,
+                );
                 audit.refused("192.0.2.1:7", &long, &long);
             }
             audit.flush().await;
@@ -542,7 +551,13 @@ mod tests {
         tokio::task::yield_now().await;
         let long = "x".repeat(MAX_WHY_BYTES);
         for _ in 0..1000 {
-            audit.denied("alice", "/patchbay.v1.GuestService/PauseGuest", "a", &long);
+            audit.denied(
+                "alice",
+                "",
+                "/patchbay.v1.GuestService/PauseGuest",
+                "a",
+                &long,
+            );
         }
         tokio::time::sleep(TICK + Duration::from_secs(1)).await;
         watching.abort();

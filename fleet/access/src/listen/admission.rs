@@ -48,6 +48,12 @@ impl Admission {
         &self.policy
     }
 
+    /// Returns whether the host's certificate is for this name.
+    #[must_use]
+    pub fn is_for(&self, name: &str) -> bool {
+        self.tls.as_ref().is_some_and(|tls| tls.is_for(name))
+    }
+
     /// Checks that the caller's certificate has not expired, is not revoked, and comes from a CA
     /// that is still trusted for its name. A caller on a unix socket has no certificate and is
     /// accepted.

@@ -12,9 +12,11 @@ use std::sync::Arc;
 use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
+use tokio_rustls::rustls::client::verify_server_name;
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
-use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use tokio_rustls::rustls::server::ParsedCertificate;
 use tokio_rustls::rustls::server::danger::ClientCertVerifier;
 use tokio_rustls::rustls::version::TLS13;
 use tokio_rustls::rustls::{CertificateError, Error, ServerConfig};
@@ -84,6 +86,8 @@ pub struct Tls {
 pub(super) struct Current {
     pub(super) acceptor: TlsAcceptor,
     clients: Arc<ByName>,
+    /// The host's certificate.
+    own: CertificateDer<'static>,
     /// The number of reloads of the files so far.
     generation: u64,
 }
@@ -119,6 +123,17 @@ impl Tls {
         self.current.subscribe()
     }
 
+    /// Returns whether the host's certificate is for this name.
+    #[must_use]
+    pub fn is_for(&self, name: &str) -> bool {
+        let current = self.current();
+        let own = ParsedCertificate::try_from(&current.own);
+        match (own, ServerName::try_from(name)) {
+            (Ok(own), Ok(name)) => verify_server_name(&own, &name).is_ok(),
+            _ => false,
+        }
+    }
+
     /// Returns whether a currently trusted CA has issued the certificate of an open connection's
     /// client.
     #[must_use]
@@ -139,11 +154,14 @@ fn read(files: &TlsFiles, generation: u64) -> Result<Current, TlsError> {
         path: files.key.display().to_string(),
         error: error.to_string(),
     })?;
+    let chain = certificates(&files.certificate)?;
+    // There is at least one.
+    let own = chain[0].clone();
     let mut config = ServerConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&TLS13])
         .map_err(|error| unusable(error.to_string()))?
         .with_client_cert_verifier(verifier)
-        .with_single_cert(certificates(&files.certificate)?, key)
+        .with_single_cert(chain, key)
         .map_err(|error| TlsError::Pair {
             certificate: files.certificate.display().to_string(),
             key: files.key.display().to_string(),
@@ -156,6 +174,7 @@ fn read(files: &TlsFiles, generation: u64) -> Result<Current, TlsError> {
     Ok(Current {
         acceptor: TlsAcceptor::from(Arc::new(config)),
         clients,
+        own,
         generation,
     })
 }

@@ -135,6 +135,21 @@ impl Policy {
         rules.any(|rule| rule.lacks(question).is_none())
     }
 
+    /// Returns whether a rule lets the principal assert for whom it changes the guest.
+    #[must_use]
+    pub fn may_assert(&self, principal: &str, guest: &str) -> bool {
+        let mut rules = self.rules.iter().filter(|rule| rule.may_assert);
+        rules.any(|rule| rule.principals.select_path(principal) && rule.guests.select_whole(guest))
+    }
+
+    /// Returns whether the rules bound the calls that others make for this person. They do if one
+    /// names the person otherwise than by selecting everybody.
+    #[must_use]
+    pub fn bounds(&self, person: &str) -> bool {
+        let mut named = self.rules.iter().filter_map(|rule| rule.named.as_ref());
+        named.any(|named| named.select_path(person))
+    }
+
     /// Returns whether any rule names the principal, even if the rule allows nothing.
     #[must_use]
     pub fn names(&self, principal: &str) -> bool {
@@ -385,6 +400,42 @@ rules:
         denied(ask(deeper, Role::Admin, &[], &[]), "viewer");
         // A uid that begins with the same digit is another principal.
         denied(ask("uid:01", Role::Admin, &[], &[]), "viewer");
+    }
+
+    #[test]
+    fn only_rules_that_say_so_let_their_principals_assert() {
+        let text = "
+rules:
+  - {name: a, principals: [fleet], role: operator, guests: ['web-*'], may_assert: true}
+  - {name: b, principals: [fleet, bob], role: admin}
+";
+        let policy = Policy::parse(text).expect("a policy");
+        assert!(policy.may_assert("fleet", "web-1"));
+        assert!(!policy.may_assert("fleet", "db-1"));
+        assert!(!policy.may_assert("bob", "web-1"));
+        assert!(Policy::own_user_only(7).may_assert("uid:7", "a"));
+        assert!(!Policy::own_user_only(7).may_assert("uid:8", "a"));
+    }
+
+    #[test]
+    fn a_rule_for_everybody_bounds_nobody() {
+        let bounds = |principals: &str, person: &str| {
+            let text = format!("rules: [{{name: a, principals: [{principals}], role: viewer}}]");
+            Policy::parse(&text).expect("a policy").bounds(person)
+        };
+        for everybody in ["'*'", "'**'", "'*', '!bob'", "'*', fleet"] {
+            assert!(!bounds(everybody, ALICE), "{everybody}");
+        }
+        for named in [
+            "'spiffe://example.org/**'",
+            "'*', 'spiffe://example.org/net/*'",
+        ] {
+            assert!(bounds(named, ALICE), "{named}");
+        }
+        assert!(!bounds(
+            "'spiffe://example.org/**', '!spiffe://example.org/net/*'",
+            ALICE
+        ));
     }
 
     #[test]

@@ -26,11 +26,14 @@ pub struct Rule {
     /// The rule's name, unique in its file.
     pub name: String,
     pub(super) principals: Patterns,
+    /// The principals without the patterns that select everybody; `None` if nothing is left.
+    pub(super) named: Option<Patterns>,
     pub(super) role: Role,
     pub(super) guests: Patterns,
     pub(super) keys: Patterns,
     pub(super) max_keys: Option<usize>,
     pub(super) max_guests: Option<usize>,
+    pub(super) may_assert: bool,
 }
 
 /// The reason why a policy cannot be used.
@@ -102,6 +105,14 @@ pub enum PolicyError {
         /// The name of the field.
         field: &'static str,
     },
+    /// A rule that allows no changes lets its principals assert for whom they make them.
+    #[error(
+        "rule {rule:?}: may_assert has no effect, because a viewer changes nothing; leave it out"
+    )]
+    AssertingViewers {
+        /// The rule's name.
+        rule: String,
+    },
     /// A cap allows nothing.
     #[error(
         "rule {rule:?}: {field} is 0, so the rule allows no change; leave it out or give a number"
@@ -140,6 +151,8 @@ struct RuleInFile {
     keys: Vec<String>,
     max_keys: Option<usize>,
     max_guests: Option<usize>,
+    #[serde(default)]
+    may_assert: bool,
 }
 
 impl Policy {
@@ -202,14 +215,18 @@ impl Policy {
 
     /// Creates a policy with a single rule that makes this user an admin.
     pub(super) fn own_user_only(uid: u32) -> Self {
+        let principals = Patterns::parse(&[format!("uid:{uid}")]).unwrap_or_default();
         let rule = Rule {
             name: "built-in".to_owned(),
-            principals: Patterns::parse(&[format!("uid:{uid}")]).unwrap_or_default(),
+            named: Some(principals.clone()),
+            principals,
             role: Role::Admin,
             guests: Patterns::default(),
             keys: Patterns::default(),
             max_keys: None,
             max_guests: None,
+            // The user could write a policy that allows it.
+            may_assert: true,
         };
         Self {
             rules: vec![rule],
@@ -247,6 +264,9 @@ impl fmt::Display for Rule {
                 write!(f, "; {what} {cap} an hour")?;
             }
         }
+        if self.may_assert {
+            write!(f, "; may assert for whom it acts")?;
+        }
         Ok(())
     }
 }
@@ -265,6 +285,12 @@ impl Rule {
             })
         };
         let principals = patterns("principals", &rule.principals)?;
+        let mut named = rule.principals.clone();
+        named.retain(|text| text != "*" && text != "**");
+        let named = match named.iter().all(|text| text.starts_with('!')) {
+            true => None,
+            false => Some(patterns("principals", &named)?),
+        };
         let guests = patterns("guests", &rule.guests)?;
         let keys = patterns("keys", &rule.keys)?;
         for (field, cap) in [("max_keys", rule.max_keys), ("max_guests", rule.max_guests)] {
@@ -275,14 +301,19 @@ impl Rule {
                 return Err(PolicyError::CapOfViewers { rule: name, field });
             }
         }
+        if rule.may_assert && rule.role == Role::Viewer {
+            return Err(PolicyError::AssertingViewers { rule: name });
+        }
         Ok(Self {
             name,
             principals,
+            named,
             role: rule.role,
             guests,
             keys,
             max_keys: rule.max_keys,
             max_guests: rule.max_guests,
+            may_assert: rule.may_assert,
         })
     }
 }
@@ -313,6 +344,8 @@ mod tests {
             let text = refused(&rule(&format!("role: viewer\n    {cap}: 1")));
             assert!(text.contains(cap) && text.contains("no effect"), "{text}");
         }
+        let viewers = refused(&rule("role: viewer\n    may_assert: true"));
+        assert!(viewers.contains("may_assert"), "{viewers}");
         assert!(refused(&rule("role: admin\n    max_keys: -1")).contains("malformed"));
         let twice = format!(
             "{}{}",

@@ -26,6 +26,31 @@
 //! everybody. A pattern with `!` excludes the ids that it matches and all ids below them. A rule
 //! without `guests` or `keys` covers all of them.
 //!
+//! # Persons
+//!
+//! A controller makes calls for persons, and names the person in a signed assertion
+//! ([`crate::assertion`]). A rule with `may_assert: true` lets its principals do so on its guests,
+//! and the daemon refuses the assertions of all others. Without a policy file, the daemon's own
+//! user may assert.
+//!
+//! ```yaml
+//!   - name: controller
+//!     principals: ["spiffe://example.org/fleet"]
+//!     role: operator
+//!     may_assert: true
+//! ```
+//!
+//! The assertion never gives rights: the controller's own rules must allow the call first. If a
+//! rule names the person, the rules must allow the call for the person too, with roles, guests,
+//! keys and caps as if the person had made it. A rule whose only pattern for the person is `*` or
+//! `**` does not name the person in this sense, because a rule that lets everybody look would
+//! otherwise stop every rollout. For a person whom no rule names, the controller's rights decide
+//! alone: hosts need not know all persons of a fleet, whose rights the controller's policy decides.
+//! To bound all persons of a domain, name them: `spiffe://example.org/people/**`. An assertion
+//! about `uid:N` means a user of the controller's machine, and the rules for `uid:N` bound it all
+//! the same. The end of claims is not bounded by the person, so that anybody who may abort a
+//! rollout can.
+//!
 //! # Caps
 //!
 //! `max_guests` limits the number of different guests that one principal may change under the rule

@@ -10,7 +10,8 @@ use crate::rollout::Failure;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallError {
     pub failure: Failure,
-    pub is_certificate_refused: bool,
+    /// True if the host does not accept the controller's certificate, or what it asserts.
+    pub is_identity_refused: bool,
     /// True if the host does not have the guest, or does not answer.
     pub may_have_moved: bool,
     /// True if the guest has booted since the boot that the call names.
@@ -27,7 +28,7 @@ impl CallError {
         let Some(info) = info else {
             return Self {
                 failure: Failure::Unknown,
-                is_certificate_refused: false,
+                is_identity_refused: false,
                 may_have_moved: true,
                 has_booted: false,
                 seen: None,
@@ -44,7 +45,7 @@ impl CallError {
             | "TOO_MANY_CALLS"
             | "TOO_MANY_CONNECTIONS" => Failure::Busy,
             // The call is repeated with the certificate that is present at that time.
-            "CERTIFICATE_REFUSED" => Failure::Unknown,
+            "CERTIFICATE_REFUSED" | "PRINCIPAL_NOT_TRUSTED" => Failure::Unknown,
             // The guest may be on its way to another host, or its daemon is just starting.
             "GUEST_NOT_FOUND" => Failure::Unknown,
             "INTERNAL" | "CANCELLED" | "ENDPOINT_ENDING" | "WRITE_FAULT" => Failure::Unknown,
@@ -53,7 +54,10 @@ impl CallError {
         };
         Self {
             failure,
-            is_certificate_refused: info.reason == "CERTIFICATE_REFUSED",
+            is_identity_refused: matches!(
+                info.reason.as_str(),
+                "CERTIFICATE_REFUSED" | "PRINCIPAL_NOT_TRUSTED"
+            ),
             may_have_moved: info.reason == "GUEST_NOT_FOUND",
             has_booted: info.reason == "BOOT_CHANGED",
             seen: (info.reason == "GENERATION_STALE")

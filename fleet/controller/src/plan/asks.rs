@@ -47,14 +47,15 @@ impl Asks {
         }
     }
 
-    /// Validates the claims on the guest's keys, which changes nothing. Returns the member with the
-    /// host's value of the label in `spread_over`.
+    /// Validates the claims on the guest's keys for a person, which changes nothing. Returns the
+    /// member with the host's value of the label in `spread_over`.
     pub async fn validate(
         &self,
         spec: &Spec,
         host: &Host,
         guest: &str,
         generation: u64,
+        person: &str,
     ) -> (Member, String) {
         let label = |label: &String| host.config.labels.get(label).cloned().unwrap_or_default();
         let domain = spec.max_concurrent.per_domain.as_ref();
@@ -64,7 +65,7 @@ impl Asks {
                 .unwrap_or_default(),
             ..Member::new(&host.config.name, guest)
         };
-        match self.ask(spec, host, guest, generation).await {
+        match self.ask(spec, host, guest, generation, person).await {
             Ok((plan, boot)) => (member.plan, member.boot) = (plan, boot),
             Err(why) => {
                 let why = bounded(&why);
@@ -85,6 +86,7 @@ impl Asks {
         host: &Host,
         guest: &str,
         generation: u64,
+        person: &str,
     ) -> Result<(Plan, String), String> {
         let tracepoints = tracepoints::select(host, spec, guest).await?;
         let of_keys = spec.claims.0.iter();
@@ -103,7 +105,7 @@ impl Asks {
             validate_only: true,
             ..self.request(guest, generation, of_keys.chain(of_tracepoints).collect())
         };
-        let answer = host.set_claims(request).await;
+        let answer = host.set_claims(request, person).await;
         let answer = answer.map_err(|status| CallError::new(&status).why)?;
         let boot = bounded(&answer.boot);
         Ok((planned(answer, tracepoints)?, boot))

@@ -52,6 +52,11 @@ impl Rollout {
         last.count += (first + count) - end;
         let (name, more) = (cut[0].name.clone(), cut.len() - 1);
         self.header.waves.extend(cut);
+        // The rollout itself adds waves for what the starter's spec selects.
+        if !principal.is_empty() {
+            self.header
+                .decide(waves..self.header.waves.len(), principal);
+        }
         self.append(added);
         let text = match more {
             0 => format!("wave {name} is added, with {count} guests"),

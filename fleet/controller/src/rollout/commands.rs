@@ -2,7 +2,7 @@
 //! Implements the commands of people.
 
 use super::legal::{self, NotLegal};
-use super::state::{End, Millis, Phase, Rollout, Stage, State};
+use super::state::{End, Millis, Phase, Rollout, STARTED, Stage, State};
 
 impl Rollout {
     /// Adds the principal's approval of the plan.
@@ -30,7 +30,8 @@ impl Rollout {
         if !self.has_approved(principal) {
             self.header.approvals.push(principal.to_owned());
         }
-        self.enter(Phase::Running(Stage::Changing), principal, now, "started");
+        self.header.started_by = principal.to_owned();
+        self.enter(Phase::Running(Stage::Changing), principal, now, STARTED);
         Ok(())
     }
 
@@ -80,6 +81,8 @@ impl Rollout {
                 self.run.retries.remove(&index);
             }
         }
+        self.header
+            .decide(self.header.wave..self.header.waves.len(), principal);
         self.enter(Phase::Running(Stage::Changing), principal, now, "resumed");
         Ok(())
     }
@@ -95,6 +98,8 @@ impl Rollout {
         }
         self.enter(Phase::Running(Stage::Changing), principal, now, "promoted");
         self.next_wave(now);
+        let next = self.header.wave;
+        self.header.decide(next..next + 1, principal);
         Ok(())
     }
 
@@ -113,10 +118,28 @@ impl Rollout {
             return;
         }
         self.run.retries.clear();
+        self.header.ended_by = principal.to_owned();
         for index in 0..self.members.len() {
             self.release(index);
         }
         self.enter(Phase::Reverting(end), principal, now, text);
+    }
+
+    /// Returns the principal of the person for whom the member's next call is made: the one whose
+    /// command decided what the rollout wants of the guest now. An end that the rollout has decided
+    /// by itself is a consequence of the decision to change the guest. Empty if nobody has started
+    /// the rollout.
+    pub fn person(&self, member: usize) -> &str {
+        let header = &self.header;
+        let is_over = matches!(header.phase, Phase::Reverting(_) | Phase::Ended(_));
+        if is_over && !header.ended_by.is_empty() {
+            return &header.ended_by;
+        }
+        let mut waves = header.waves.iter();
+        match waves.find(|wave| wave.members().contains(&member)) {
+            Some(wave) if !wave.decided_by.is_empty() => &wave.decided_by,
+            _ => header.starter(),
+        }
     }
 
     /// Wants nothing of the guest any more.

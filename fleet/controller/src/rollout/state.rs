@@ -9,6 +9,9 @@ use serde::{Deserialize, Serialize};
 use super::keys::KeySet;
 use super::policy::Policy;
 
+/// The text of the timeline's entry for the start.
+pub(super) const STARTED: &str = "started";
+
 /// Milliseconds since the epoch, UTC.
 pub type Millis = u64;
 
@@ -221,6 +224,10 @@ pub struct Wave {
     pub is_added: bool,
     /// The rollout wants nothing of the wave's guests any more.
     pub is_taken_back: bool,
+    /// The principal whose command decided that the wave's guests are changed; empty if it is the
+    /// one that started the rollout.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub decided_by: String,
 }
 
 impl Wave {
@@ -262,12 +269,40 @@ pub struct Header {
     pub trace_id: String,
     /// A random text that distinguishes the claims of rollouts with the same name.
     pub run: String,
+    /// The principal that started the rollout; empty before, and in records of earlier builds.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub started_by: String,
+    /// The principal that aborted or undid the rollout; empty if nobody did.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub ended_by: String,
 }
 
 impl Header {
     /// Returns the name of the owner of the rollout's claims.
     pub fn owner(&self) -> String {
         format!("rollout/{}/{}", self.name, self.run)
+    }
+
+    /// Returns the principal that started the rollout; empty if nobody did.
+    pub fn starter(&self) -> &str {
+        let mut timeline = self.timeline.iter();
+        match self.started_by.as_str() {
+            "" => timeline
+                .find(|entry| entry.text == STARTED)
+                .map_or("", |entry| entry.principal.as_str()),
+            starter => starter,
+        }
+    }
+
+    /// Records that this principal's command decided that the guests of these waves are changed.
+    pub(super) fn decide(&mut self, waves: std::ops::Range<usize>, principal: &str) {
+        let by = match principal == self.starter() {
+            true => String::new(),
+            false => principal.to_owned(),
+        };
+        for wave in self.waves.get_mut(waves).into_iter().flatten() {
+            wave.decided_by.clone_from(&by);
+        }
     }
 
     /// Returns the trace that all changes of the rollout belong to. It is the trace of the call

@@ -7,7 +7,7 @@ use patchbay_proto::v1;
 use tonic::Status;
 
 use crate::clock::now;
-use crate::hosts::{CallError, Hosts};
+use crate::hosts::{Acting, CallError};
 use crate::plan::{Asks, not_made};
 use crate::rollout::{
     ClaimOutcome, Failure, GateAnswer, Health, Member, Millis, ReleaseOutcome, Rollout,
@@ -35,27 +35,27 @@ pub trait Calls: Sync {
     fn elsewhere(&self, host: &str, guest: &str) -> Vec<String>;
 }
 
-impl Calls for Hosts {
+impl Calls for Acting {
     async fn set_claims(
         &self,
         host: &str,
         request: v1::SetClaimsRequest,
     ) -> Result<v1::SetClaimsResponse, Status> {
-        match self.get(host) {
-            Some(host) => host.set_claims(request).await,
+        match self.hosts.get(host) {
+            Some(host) => host.set_claims(request, &self.person).await,
             None => Err(Status::unavailable(no_host(host))),
         }
     }
 
     async fn boot(&self, host: &str, guest: &str, owner: &str) -> Result<(String, bool), Status> {
-        match self.get(host) {
+        match self.hosts.get(host) {
             Some(host) => host.boot(guest, owner).await,
             None => Err(Status::unavailable(no_host(host))),
         }
     }
 
     fn elsewhere(&self, host: &str, guest: &str) -> Vec<String> {
-        Hosts::elsewhere(self, host, guest)
+        self.hosts.elsewhere(host, guest)
     }
 }
 

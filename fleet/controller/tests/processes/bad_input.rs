@@ -44,7 +44,7 @@ async fn a_host_whose_certificate_is_expired_or_anothers_is_not_reached() {
     };
     let ca = fleet.path("ca");
     certs::init(&ca, "example.org").expect("a CA");
-    let policy = "rules: [{name: fleet, principals: ['spiffe://example.org/fleet'], role: admin}]";
+    let policy = "rules: [{name: fleet, principals: ['spiffe://example.org/fleet'], role: admin, may_assert: true}]";
     std::fs::write(ca.join("policy.yaml"), policy).expect("written");
     let request = certs::Request {
         name: "fleet".to_owned(),

@@ -95,7 +95,7 @@ impl ProcessFleet {
         // The rule names keys, so that the monitors check each key that is changed.
         let uid = rustix::process::geteuid().as_raw();
         let policy = format!(
-            "rules: [{{name: own, principals: ['uid:{uid}'], role: operator, keys: [alpha, beta]}}]"
+            "rules: [{{name: own, principals: ['uid:{uid}'], role: operator, keys: [alpha, beta], may_assert: true}}]"
         );
         std::fs::create_dir(fleet.path("policy")).expect("created");
         std::fs::write(fleet.path("policy/policy.yaml"), policy).expect("written");

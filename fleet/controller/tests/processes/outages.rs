@@ -120,7 +120,7 @@ async fn a_certificate_that_expires_pauses_the_rollout_until_it_is_renewed() {
         ..certs::Request::default()
     };
     certs::issue(&ca, &host).expect("issued");
-    let policy = "rules: [{name: fleet, principals: ['spiffe://example.org/fleet'], role: admin}]";
+    let policy = "rules: [{name: fleet, principals: ['spiffe://example.org/fleet'], role: admin, may_assert: true}]";
     std::fs::write(ca.join("policy.yaml"), policy).expect("written");
     fleet.start_host_with_tls(0, &ca).await;
     issue_controller(&ca, VALID.try_into().expect("short"));

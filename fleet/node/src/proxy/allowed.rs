@@ -4,7 +4,7 @@
 use bytes::Bytes;
 use patchbay_access::identity::Identity;
 use patchbay_access::policy::{KeyRule, Permission, Role};
-use patchbay_proto::scope::{Scope, ScopeRule};
+use patchbay_proto::scope::{PersonScope, Scope, ScopeRule};
 use prost::Message;
 use tonic::Status;
 
@@ -20,13 +20,30 @@ pub struct Allowed {
     pub role: Role,
     /// The rules that limit the keys of the call; empty if none does.
     pub keys: Vec<KeyRule>,
+    /// The person for whom the call is made, and the rules that limit the person's keys; `None` if
+    /// none does.
+    person: Option<(String, Vec<KeyRule>)>,
 }
 
 impl Allowed {
     /// Returns the permission of a rule that does not limit keys.
     pub fn by(rule: String, role: Role) -> Self {
-        let keys = vec![];
-        Self { rule, role, keys }
+        Self {
+            rule,
+            role,
+            keys: vec![],
+            person: None,
+        }
+    }
+
+    /// Returns the part of this permission that `bounds` gives the person too.
+    pub fn bounded(mut self, person: &str, bounds: Self) -> Self {
+        self.rule = format!("{}; for {person}: {}", self.rule, bounds.rule);
+        self.role = self.role.min(bounds.role);
+        if !bounds.keys.is_empty() {
+            self.person = Some((person.to_owned(), bounds.keys));
+        }
+        self
     }
 
     /// Returns the permission for a call that needs the role `needed` and changes keys.
@@ -41,6 +58,7 @@ impl Allowed {
                     // one.
                     role: needed,
                     keys,
+                    person: None,
                 }
             }
         }
@@ -67,10 +85,25 @@ impl Allowed {
                 .map(|most| u32::try_from(most).unwrap_or(u32::MAX)),
             exhausted: rule.exhausted.clone(),
         };
+        let rules = |keys: &[KeyRule]| keys.iter().map(rule).collect::<Vec<_>>();
+        let person = self.person.as_ref().map(|(name, keys)| PersonScope {
+            name: name.clone(),
+            rules: rules(keys),
+        });
+        let own = match (self.keys.is_empty(), &person) {
+            (true, None) => return None,
+            // The caller's own rule covers every key.
+            (true, Some(_)) => vec![ScopeRule {
+                name: self.rule.clone(),
+                ..ScopeRule::default()
+            }],
+            (false, _) => rules(&self.keys),
+        };
         let proof = identity.certificate.as_ref();
-        (!self.keys.is_empty()).then(|| Scope {
-            rules: self.keys.iter().map(rule).collect(),
+        Some(Scope {
+            rules: own,
             expires: proof.map_or(0, |proof| proof.not_after),
+            person,
         })
     }
 }

@@ -54,6 +54,8 @@ pub struct Finish {
 #[derive(Debug, Default)]
 pub struct Caller {
     pub principal: String,
+    /// The person for whom the principal makes the call; empty if it has asserted none.
+    pub person: String,
     pub guest: String,
     pub trace_id: String,
     pub trace_parent: Option<TraceParent>,
@@ -96,6 +98,7 @@ impl Finish {
             }
             let Caller {
                 principal,
+                person,
                 guest,
                 trace_id,
                 changes,
@@ -105,6 +108,7 @@ impl Finish {
                 tracing::info!(
                     method,
                     principal,
+                    person,
                     guest,
                     trace_id,
                     code = code_text,

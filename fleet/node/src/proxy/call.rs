@@ -9,9 +9,12 @@ use http::header::{HeaderMap, HeaderName, HeaderValue};
 use http::{Method as HttpMethod, Request, Version};
 use patchbay_access::identity::Identity;
 use patchbay_access::policy::Role;
-use patchbay_proto::scope::{MAX_SCOPE_BYTES, SCOPE_METADATA, SCOPED};
+use patchbay_proto::scope::{MAX_SCOPE_BYTES, SCOPE_METADATA, SCOPED, SCOPED_BY_PERSON};
 use patchbay_proto::text::hex;
-use patchbay_proto::{PRINCIPAL_METADATA, ROLE_METADATA, TRACEPARENT_METADATA, TraceParent};
+use patchbay_proto::{
+    ASSERTION_METADATA, PERSON_METADATA, PRINCIPAL_METADATA, ROLE_METADATA, TRACEPARENT_METADATA,
+    TraceParent,
+};
 use prost::Message;
 use prost_reflect::{DescriptorPool, DynamicMessage};
 use sha2::{Digest, Sha256};
@@ -55,6 +58,10 @@ pub struct Call {
     pub message: Bytes,
     /// The role that the call needs, given the flags that are set.
     pub role: Role,
+    /// The principal of the person for whom the caller makes the call, once it is identified.
+    pub person: Option<String>,
+    /// The headers that assert the person, as they were received.
+    pub assertions: HeaderMap,
     /// The time at which the client gives up.
     deadline: Option<Instant>,
     headers: HeaderMap,
@@ -79,6 +86,8 @@ impl Call {
             identity,
             guest: guest.to_owned(),
             role: method.role,
+            person: None,
+            assertions: assertions(headers),
             deadline: deadline(headers)?,
             headers: forwarded(headers),
             message,
@@ -146,6 +155,7 @@ impl Call {
     pub fn caller(&self) -> Caller {
         Caller {
             principal: self.principal().to_owned(),
+            person: self.person.clone().unwrap_or_default(),
             guest: self.guest.clone(),
             trace_id: self.trace_id(),
             trace_parent: self.trace_parent(),
@@ -201,6 +211,11 @@ impl Call {
         let name = HeaderValue::from_str(self.principal());
         let name = name.map_err(|_| Status::internal("the principal is not printable"))?;
         headers.insert(HeaderName::from_static(PRINCIPAL_METADATA), name);
+        if let Some(person) = &self.person {
+            let person = HeaderValue::from_str(person);
+            let person = person.map_err(|_| Status::internal("the person is not printable"))?;
+            headers.insert(HeaderName::from_static(PERSON_METADATA), person);
+        }
         // The role limits the call to the rights of the rule, in case the monitor parses fields of
         // the call that this program does not parse.
         let role = allowed.role.as_str();
@@ -208,6 +223,10 @@ impl Call {
             let role = HeaderValue::from_static(role);
             headers.insert(HeaderName::from_static(ROLE_METADATA), role);
             return Ok(());
+        };
+        let scoped = match scope.person {
+            Some(_) => SCOPED_BY_PERSON,
+            None => SCOPED,
         };
         let scope = scope.encode_to_vec();
         if scope.len() > MAX_SCOPE_BYTES {
@@ -220,7 +239,7 @@ impl Call {
         let mut metadata = MetadataMap::new();
         metadata.insert_bin(SCOPE_METADATA, MetadataValue::from_bytes(&scope));
         headers.extend(metadata.into_headers());
-        let role = HeaderValue::try_from(format!("{role}{SCOPED}"));
+        let role = HeaderValue::try_from(format!("{role}{scoped}"));
         let role = role.map_err(|_| Status::internal("the role is not printable"))?;
         headers.insert(HeaderName::from_static(ROLE_METADATA), role);
         Ok(())
@@ -261,6 +280,12 @@ impl Call {
         let message = DynamicMessage::decode(method.input(), message.clone()).ok()?;
         serde_json::to_string(&message).ok()
     }
+}
+
+fn assertions(headers: &HeaderMap) -> HeaderMap {
+    let name = HeaderName::from_static(ASSERTION_METADATA);
+    let values = headers.get_all(&name).iter();
+    values.map(|value| (name.clone(), value.clone())).collect()
 }
 
 fn forwarded(headers: &HeaderMap) -> HeaderMap {
@@ -377,6 +402,8 @@ mod tests {
         let kept = headers(&[
             ("patchbay-principal", "uid:0"),
             ("patchbay-role", "admin"),
+            ("patchbay-person", "bob"),
+            ("patchbay-assertion-bin", "AAAA"),
             ("patchbay-anything", "x"),
             ("x-request", "1"),
             (TRACEPARENT_METADATA, PARENT),

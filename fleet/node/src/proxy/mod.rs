@@ -19,6 +19,7 @@ mod frame;
 mod give_back;
 mod guests;
 mod node;
+mod person;
 mod reports;
 mod status;
 mod stream;
@@ -98,12 +99,15 @@ impl Node {
                 permit,
             } = first;
             finish.permits.extend(permit);
-            let call = Call::new(method, identity, &parts.headers, message)?;
+            let mut call = Call::new(method, identity, &parts.headers, message)?;
             finish.caller = call.caller();
             if method.name == "ListGuests" {
+                self.identify_person(&mut call, "")?;
                 return guests::list(self, &call).await;
             }
             let (guest, allowed) = self.guest_of(&call)?;
+            self.identify_person(&mut call, &guest.name)?;
+            finish.caller = call.caller();
             self.forward(call, guest, allowed, rest, &mut finish).await
         };
         match answered.await {
@@ -123,7 +127,7 @@ impl Node {
             let principal = &identity.principal;
             self.metrics.denied(method.name);
             self.audit
-                .denied(principal, method.path, "", &refusal.to_string());
+                .denied(principal, "", method.path, "", &refusal.to_string());
             status::certificate_refused(principal, refusal)
         })
     }
@@ -253,6 +257,7 @@ impl Node {
     ) -> Result<patchbay_access::audit::Pending, Status> {
         let entry = Entry::Intent {
             principal: call.identity.principal.clone(),
+            person: call.person.clone().unwrap_or_default(),
             method: call.method.path.to_owned(),
             guest: guest.name.clone(),
             rule: allowed.rule.clone(),

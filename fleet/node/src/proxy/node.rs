@@ -71,7 +71,9 @@ impl Node {
     pub(super) fn deny(&self, call: &Call, guest: &str, why: &str) -> Status {
         let method = call.method.path;
         self.metrics.denied(call.method.name);
-        self.audit.denied(call.principal(), method, guest, why);
+        let person = call.person.as_deref().unwrap_or_default();
+        self.audit
+            .denied(call.principal(), person, method, guest, why);
         status::denied(call.principal(), method, guest, why)
     }
 
@@ -109,12 +111,20 @@ impl Node {
         decided.map_err(|why| self.deny(call, guest, &why))
     }
 
-    /// Returns the keys that a call may change.
+    /// Returns the keys that a call may change: those that its caller may change, and the person
+    /// for whom the caller makes it too.
     fn permission(&self, call: &Call, guest: &str, counts: bool) -> Result<Allowed, String> {
+        // A call that the person may not make is not counted for the caller.
+        self.bounds(call, guest, false)?;
         let guests = [guest];
         let policy = self.admission.policy();
         let permission = policy.permission(&question_of(call, &guests), &guests, counts)?;
-        Ok(Allowed::keys(permission, call.role))
+        let allowed = Allowed::keys(permission, call.role);
+        let bounds = self.bounds(call, guest, counts)?;
+        Ok(match (bounds, &call.person) {
+            (Some(bounds), Some(person)) => allowed.bounded(person, bounds),
+            _ => allowed,
+        })
     }
 
     /// Returns whether the same stream could be opened now.
@@ -166,7 +176,7 @@ pub enum Reopened {
 }
 
 /// Returns the policy question whether the caller may make this call.
-fn question_of<'a>(call: &'a Call, guests: &'a [&'a str]) -> Question<'a> {
+pub(super) fn question_of<'a>(call: &'a Call, guests: &'a [&'a str]) -> Question<'a> {
     Question {
         principal: call.principal(),
         role: call.role,

@@ -59,6 +59,12 @@ pub fn denied(principal: &str, method: &str, guest: &str, why: &str) -> Status {
     with(code, "ROLE_MISSING", message, metadata, ErrorDetails::new())
 }
 
+/// Reports that the caller's assertion about the person for whom it calls is not believed.
+pub fn not_believed(principal: &str, why: &str) -> Status {
+    let message = format!("the assertion of {principal} about the person for whom it calls {why}");
+    status(Code::PermissionDenied, "PRINCIPAL_NOT_TRUSTED", message)
+}
+
 /// Reports that the caller's certificate is no longer accepted.
 pub fn certificate_refused(principal: &str, refusal: Refusal) -> Status {
     let message = format!("{principal}: {refusal}");

@@ -187,6 +187,7 @@ impl<G: Guest> Executor<G> {
         self.permit_claims(&snapshot.registration, &owner, request)?;
         if !request.validate_only {
             self.audit.claims(&ClaimSet {
+                person: request.caller.person.as_deref(),
                 owner: &owner.principal,
                 name: &owner.name,
                 generation: request.generation,

@@ -15,6 +15,7 @@ fn forbidden() -> Caller {
     let scope = KeyScope::new(Scope::default()).expect("no globs");
     Caller {
         name: "alice".to_owned(),
+        person: None,
         scope: Some(Arc::new(scope)),
     }
 }

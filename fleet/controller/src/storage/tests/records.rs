@@ -132,6 +132,7 @@ fn samples(run: &str) -> Vec<Rollout> {
                 bakes_until: Some(1_800_000_000_000),
                 is_added: false,
                 is_taken_back: false,
+                decided_by: String::new(),
             },
             Wave {
                 name: "2".to_owned(),
@@ -141,6 +142,7 @@ fn samples(run: &str) -> Vec<Rollout> {
                 bakes_until: None,
                 is_added: true,
                 is_taken_back: false,
+                decided_by: String::new(),
             },
         ],
         policy: Policy {
@@ -317,4 +319,17 @@ async fn a_record_of_a_newer_version_is_left_alone_and_says_so() {
             "{refused:?}"
         );
     }
+}
+
+/// Checks the fields that records of earlier builds of this version do not have.
+#[test]
+fn a_header_keeps_who_decided() {
+    let mut header = rollout("net", 2, 1).header().clone();
+    let read: Header = record::decode(&record::encode(&header)).expect("of this version");
+    assert_eq!(read, header);
+    header.started_by = "alice".to_owned();
+    header.ended_by = "bob".to_owned();
+    header.waves[0].decided_by = "carol".to_owned();
+    let read: Header = record::decode(&record::encode(&header)).expect("of this version");
+    assert_eq!(read, header);
 }

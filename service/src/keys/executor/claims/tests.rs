@@ -414,7 +414,7 @@ async fn an_owner_ends_its_claims_whatever_the_rules_say() {
         };
         let scope = Scope {
             rules: covered.iter().map(rule).collect(),
-            expires: 0,
+            ..Scope::default()
         };
         let mut request = request("a", generation, claims);
         request.caller.scope = Some(Arc::new(KeyScope::new(scope).expect("globs")));

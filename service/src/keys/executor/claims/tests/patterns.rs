@@ -199,14 +199,18 @@ async fn a_caller_who_may_change_nothing_selects_nothing() {
         exhausted: String::new(),
     };
     for (rules, expires) in [(vec![], 0), (vec![rule.clone()], 1)] {
-        let scope = Scope { rules, expires };
+        let scope = Scope {
+            rules,
+            expires,
+            ..Scope::default()
+        };
         dry.caller.scope = Some(Arc::new(KeyScope::new(scope).expect("globs")));
         let refused = rig.keys.set_claims(dry.clone()).await;
         assert_eq!(reason(refused), "ROLE_MISSING");
     }
     let scope = Scope {
         rules: vec![rule],
-        expires: 0,
+        ..Scope::default()
     };
     dry.caller.scope = Some(Arc::new(KeyScope::new(scope).expect("globs")));
     assert_eq!(reason(rig.keys.set_claims(dry).await), "KEY_NOT_FOUND");

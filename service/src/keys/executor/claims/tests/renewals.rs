@@ -60,7 +60,7 @@ async fn an_owner_without_a_rule_renews_nothing() {
         };
         let scope = Scope {
             rules: covered.iter().map(rule).collect(),
-            expires: 0,
+            ..Scope::default()
         };
         let mut request = request("a", generation, claims);
         request.caller.scope = Some(Arc::new(KeyScope::new(scope).expect("globs")));

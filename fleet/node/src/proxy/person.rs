@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Identifies the person for whom a controller makes a call.
+//!
+//! A controller sends an assertion with the call ([`patchbay_access::assertion`]). A call whose
+//! assertion is not believed is refused, because it would otherwise be made with the rights of the
+//! controller alone, and recorded without the person.
+
+use std::time::SystemTime;
+
+use patchbay_access::assertion;
+use patchbay_access::policy::Question;
+use patchbay_proto::ASSERTION_METADATA;
+use patchbay_proto::fleet::v1::Assertion;
+use patchbay_proto::methods::Effect;
+use prost::Message;
+use tonic::Status;
+use tonic::metadata::MetadataMap;
+
+use super::allowed::{Allowed, decode};
+use super::call::Call;
+use super::give_back::gives_back;
+use super::node::{Node, question_of};
+use super::status;
+
+/// The fields of a SetClaimsRequest that an assertion repeats. The monitor decodes them in the same
+/// way.
+#[derive(Clone, PartialEq, Message)]
+struct Claimed {
+    #[prost(string, tag = "2")]
+    owner: String,
+    #[prost(uint64, tag = "3")]
+    generation: u64,
+    #[prost(bool, tag = "4")]
+    validate_only: bool,
+    #[prost(string, tag = "6")]
+    intent_digest: String,
+}
+
+impl Node {
+    /// Sets the person of the call, if the caller asserts one. Records a refusal in the audit log.
+    pub(super) fn identify_person(&self, call: &mut Call, guest: &str) -> Result<(), Status> {
+        let asserted = self.asserted(call, guest);
+        call.person = asserted.map_err(|why| {
+            let (principal, method) = (call.principal(), call.method);
+            self.metrics.denied(method.name);
+            self.audit.denied(principal, "", method.path, guest, &why);
+            status::not_believed(principal, &why)
+        })?;
+        Ok(())
+    }
+
+    fn asserted(&self, call: &Call, guest: &str) -> Result<Option<String>, String> {
+        let metadata = MetadataMap::from_headers(call.assertions.clone());
+        let mut values = metadata.get_all_bin(ASSERTION_METADATA).iter();
+        let encoded = match (values.next(), values.next()) {
+            (None, _) => return Ok(None),
+            (Some(value), None) => value,
+            (Some(_), Some(_)) => return Err("comes more than once; send it once".to_owned()),
+        };
+        if call.method.effect != Effect::Claims {
+            return Err("goes only with SetClaims; leave it out".to_owned());
+        }
+        let policy = self.admission.policy().current();
+        if !policy.may_assert(call.principal(), guest) {
+            let why = "comes from a principal that no rule of the policy lets assert for whom it \
+                       acts; add `may_assert: true` to a rule for it, or leave the assertion out";
+            return Err(why.to_owned());
+        }
+        let encoded = encoded.to_bytes().map_err(|_| "is not base64".to_owned())?;
+        let read = assertion::read(&encoded, &call.identity, SystemTime::now());
+        let assertion = read.map_err(|error| error.to_string())?;
+        match self.differs(call, &assertion) {
+            Some(field) => Err(format!("is about another {field}; sign one for each call")),
+            None => Ok(Some(assertion.person)),
+        }
+    }
+
+    /// Returns the part in which the call differs from the assertion; `None` if there is none.
+    fn differs(&self, call: &Call, assertion: &Assertion) -> Option<&'static str> {
+        let Ok(claimed) = decode::<Claimed>(&call.message) else {
+            return Some("request");
+        };
+        // The peer on a unix socket has connected to this host, and nobody else could have sent
+        // what is not signed.
+        let is_remote = call.identity.certificate.is_some();
+        let differences = [
+            ("host", is_remote && !self.admission.is_for(&assertion.host)),
+            ("guest", assertion.guest != call.guest),
+            ("owner", assertion.owner != claimed.owner),
+            ("generation", assertion.generation != claimed.generation),
+            (
+                "kind of call",
+                assertion.validate_only != claimed.validate_only,
+            ),
+            (
+                "set of claims",
+                assertion.intent_digest != claimed.intent_digest,
+            ),
+        ];
+        let mut differences = differences.into_iter();
+        differences.find_map(|(what, differs)| differs.then_some(what))
+    }
+
+    /// Returns the permission for the call's person, if the policy bounds the person; `None` if it
+    /// does not. With `counts`, the call is counted as a change that the person makes.
+    pub(super) fn bounds(
+        &self,
+        call: &Call,
+        guest: &str,
+        counts: bool,
+    ) -> Result<Option<Allowed>, String> {
+        let policy = self.admission.policy();
+        let Some(person) = call.person.as_deref() else {
+            return Ok(None);
+        };
+        // Whoever may abort a rollout can take its claims back everywhere.
+        if gives_back(call) || !policy.current().bounds(person) {
+            return Ok(None);
+        }
+        let guests = [guest];
+        let question = Question {
+            principal: person,
+            ..question_of(call, &guests)
+        };
+        let permission = policy.permission(&question, &guests, counts);
+        let permission =
+            permission.map_err(|why| format!("it makes the call for {person}, and {why}"))?;
+        Ok(Some(Allowed::keys(permission, call.role)))
+    }
+}
