@@ -99,7 +99,7 @@ impl Body for Intent<'_> {
                 return json::add(to, update);
             };
             if last.replace(update.op) != Some(update.op) {
-                rest = format!(",\"op\":\"{}\"}}", update.op);
+                rest = [",\"op\":\"", update.op, "\"}"].concat();
             }
             json::add_keyed(to, key, &rest)
         })
