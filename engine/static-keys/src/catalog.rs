@@ -132,7 +132,7 @@ pub struct Catalog {
     images: BTreeMap<u64, Arc<CodeImage>>,
     keys: HashMap<KeyId, KeyLocation, RandomState>,
     /// The keys by full name.
-    names: HashMap<Arc<str>, KeyId, RandomState>,
+    names: HashMap<Arc<str>, KeyLocation, RandomState>,
     /// The keys ordered by full name, computed when they are first read after a change.
     ordered: OnceLock<Box<[KeyLocation]>>,
     /// The number of images with entries of each key.
@@ -298,14 +298,12 @@ impl Catalog {
             listed.into_iter().partition(|key| key.home == image.id);
         let keys: Vec<Key> = own.into_iter().map(|key| key.into_key(name)).collect();
         for (index, key) in keys.iter().enumerate() {
-            self.keys.insert(
-                key.id,
-                KeyLocation {
-                    image: image.id,
-                    index,
-                },
-            );
-            self.names.insert(Arc::clone(&key.full_name), key.id);
+            let location = KeyLocation {
+                image: image.id,
+                index,
+            };
+            self.keys.insert(key.id, location);
+            self.names.insert(Arc::clone(&key.full_name), location);
         }
         self.entries += entries.len();
         let image = CodeImage {
@@ -346,7 +344,7 @@ impl Catalog {
             index: home.keys.len(),
         };
         self.keys.insert(key.id, location);
-        self.names.insert(Arc::clone(&key.full_name), key.id);
+        self.names.insert(Arc::clone(&key.full_name), location);
         home.keys.push(key);
         Some(Arc::clone(&home.name))
     }
@@ -457,18 +455,15 @@ impl Catalog {
     /// Looks up a key by its full name.
     #[must_use]
     pub fn find(&self, full_name: &str) -> Option<&Key> {
-        self.key(*self.names.get(full_name)?)
+        self.at(*self.names.get(full_name)?).map(|(key, _)| key)
     }
 
     /// Returns all keys, ordered by full name.
     pub fn keys(&self) -> impl Iterator<Item = &Key> {
         let ordered = self.ordered.get_or_init(|| {
-            let names = self.names.iter();
-            let mut names: Vec<(&Arc<str>, KeyLocation)> = names
-                .filter_map(|(name, id)| Some((name, *self.keys.get(id)?)))
-                .collect();
+            let mut names: Vec<(&Arc<str>, &KeyLocation)> = self.names.iter().collect();
             names.sort_unstable_by_key(|(name, _)| *name);
-            names.into_iter().map(|(_, location)| location).collect()
+            names.into_iter().map(|(_, location)| *location).collect()
         });
         let keys = ordered.iter().filter_map(|location| self.at(*location));
         keys.map(|(key, _)| key)

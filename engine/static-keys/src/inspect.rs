@@ -116,7 +116,8 @@ impl Catalog {
         if key.class == Class::Never {
             return Some(NotPatchable::Never);
         }
-        match users(self, memory, key, Some(home), &mut Users::default()).err()? {
+        let mut images = Users::default();
+        match users(self, memory, key, Some(home), &mut images, drop).err()? {
             UsersError::Sealed => Some(NotPatchable::Sealed),
             UsersError::Busy(busy) => Some(NotPatchable::Busy(busy)),
             UsersError::Read { error, .. } => Some(NotPatchable::Unreadable(error)),

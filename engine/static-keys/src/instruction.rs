@@ -208,6 +208,7 @@ impl Instruction {
     ///
     /// # Errors
     /// [`OutOfReach`] if the displacement does not fit, or the site ends past the address space.
+    #[inline]
     pub fn jump(size: Size, code: u64, target: u64) -> Result<Self, OutOfReach> {
         let out_of_reach = OutOfReach { code, target, size };
         let next = code.checked_add(size.bytes() as u64).ok_or(out_of_reach)?;
@@ -230,8 +231,13 @@ impl Instruction {
     }
 
     /// Wraps the bytes that a site holds. They need not be a complete instruction.
-    pub(crate) fn of_bytes(size: Size, mut bytes: [u8; 5]) -> Self {
-        bytes[size.bytes()..].fill(0);
+    #[inline]
+    pub(crate) fn of_bytes(size: Size, bytes: [u8; 5]) -> Self {
+        let [first, second, ..] = bytes;
+        let bytes = match size {
+            Size::Two => [first, second, 0, 0, 0],
+            Size::Five => bytes,
+        };
         Self { size, bytes }
     }
 

@@ -324,6 +324,25 @@ impl<P: Copy> Plan<P> {
         self.changed = self.keys_changed().count();
     }
 
+    /// Adds a gate that is open while the masked bits of its word have the expected value.
+    pub(crate) fn add_gate(
+        &mut self,
+        gate: PlannedGate,
+        place: P,
+        width: Width,
+        mask: u64,
+        expected: u64,
+    ) {
+        self.gates.push(gate);
+        self.gate_words.push(Word {
+            place,
+            length: width.bytes(),
+            mask,
+            before: expected,
+            after: expected,
+        });
+    }
+
     /// Returns the words of the counts, one per key.
     pub(crate) fn count_words(&self) -> &[Word<P>] {
         &self.words[self.sites.len()..]

@@ -12,10 +12,10 @@ use crate::entry::{EntryFormat, JumpEntry};
 use crate::gates::{Concerns, GateKind};
 use crate::instruction::{Branch, Instruction, Size};
 use crate::key::{Class, Key, KeyChange, KeyId};
-use crate::memory::{GuestMemory, ReadError, Width, Word, first_bytes, first_changed, read_count};
+use crate::memory::{GuestMemory, ReadError, Width, first_bytes, first_changed, read_count};
 use crate::plan::{Options, Plan, PlanError, PlannedGate, PlannedSite, Suspect, Update};
 use crate::refcount::{Op, Refusal, apply, crosses_zero};
-use crate::users::{Users, UsersError, Watched, users};
+use crate::users::{Users, UsersError, Watched, WatchedWord, users};
 
 /// Plans a transaction.
 pub(crate) fn plan<M: GuestMemory>(
@@ -64,7 +64,8 @@ pub(crate) struct Planner<'a, M: GuestMemory> {
 impl<'a, M: GuestMemory> Planner<'a, M> {
     /// Creates an empty plan with room for `room` keys.
     pub fn new(catalog: &'a Catalog, memory: &'a M, room: usize) -> Self {
-        // Most keys have one site and one gate word.
+        // Most keys have one site and one gate word. The kernel has a few more.
+        let gates = room + catalog.gates.words().len();
         let plan = Plan {
             changes: Arc::default(),
             folded: Vec::with_capacity(room),
@@ -72,8 +73,8 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
             words: Vec::new(),
             changed: 0,
             suspects: Vec::new(),
-            gates: Vec::with_capacity(room),
-            gate_words: Vec::with_capacity(room),
+            gates: Vec::with_capacity(gates),
+            gate_words: Vec::with_capacity(gates),
             needs_pause: false,
             needs_rips: false,
             records: None,
@@ -107,17 +108,13 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
 
     /// Returns the images that use a key, each with its entries of the key. Fails if one of them is
     /// not live.
-    pub fn all_users(
-        &mut self,
-        key: &'a Key,
-    ) -> Result<Vec<(&'a CodeImage, &'a [JumpEntry])>, PlanError> {
+    pub fn all_users(&mut self, key: &'a Key) -> Result<Users<'a>, PlanError> {
         let mut found = Users::default();
         self.find_users(0, key, self.catalog.home(key.id), &mut found)?;
-        let images = found.images;
-        for &(image, _) in &images {
+        for &(image, _) in &found {
             self.module_gate(image)?;
         }
-        Ok(images)
+        Ok(found)
     }
 
     /// Folds the operations into one change per key.
@@ -270,7 +267,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         &mut self,
         index: usize,
         (key, home): Listed<'a>,
-        found: &mut Users<'a, M::Place>,
+        found: &mut Users<'a>,
     ) -> Result<(), PlanError> {
         self.module_gate(home)?;
         let KeyChange { before, after, .. } = self.changes[index];
@@ -281,7 +278,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         if key.class == Class::Tracepoint {
             self.tracepoint_gates(key, after)?;
         }
-        for &(image, run) in &found.images {
+        for &(image, run) in &*found {
             self.module_gate(image)?;
             // jump_label_can_update() also skips init sites, because their text is freed.
             for entry in run.iter().filter(|entry| !entry.init) {
@@ -297,9 +294,19 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         index: usize,
         key: &'a Key,
         home: Option<&'a CodeImage>,
-        found: &mut Users<'a, M::Place>,
+        found: &mut Users<'a>,
     ) -> Result<(), PlanError> {
-        users(self.catalog, self.memory, key, home, found).map_err(|error| match error {
+        let plan = &mut self.plan;
+        let watch = |word: WatchedWord<M::Place>| {
+            let gate = match word.what {
+                Watched::Type => PlannedGate::KeyType(index),
+                Watched::Chain => PlannedGate::KeyChain(index),
+            };
+            // The value was just read, so the gate is open.
+            plan.add_gate(gate, word.place, word.width, word.width.mask(), word.value);
+        };
+        let result = users(self.catalog, self.memory, key, home, found, watch);
+        result.map_err(|error| match error {
             UsersError::Sealed => PlanError::Sealed {
                 key: key.full_name.clone(),
             },
@@ -309,16 +316,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
                 address,
                 error,
             },
-        })?;
-        for word in found.words.drain(..) {
-            let gate = match word.what {
-                Watched::Type => PlannedGate::KeyType(index),
-                Watched::Chain => PlannedGate::KeyChain(index),
-            };
-            // The value was just read, so the gate is open.
-            self.add_gate(gate, word.place, word.width, word.width.mask(), word.value);
-        }
-        Ok(())
+        })
     }
 
     fn tracepoint_gates(&mut self, key: &Key, after: i32) -> Result<(), PlanError> {
@@ -458,26 +456,9 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         if found & mask != expected {
             return Err(Busy::Gate { gate, found }.into());
         }
-        self.add_gate(PlannedGate::Named(gate), place, width, mask, expected);
+        let gate = PlannedGate::Named(gate);
+        self.plan.add_gate(gate, place, width, mask, expected);
         Ok(())
-    }
-
-    fn add_gate(
-        &mut self,
-        gate: PlannedGate,
-        place: M::Place,
-        width: Width,
-        mask: u64,
-        expected: u64,
-    ) {
-        self.plan.gates.push(gate);
-        self.plan.gate_words.push(Word {
-            place,
-            length: width.bytes(),
-            mask,
-            before: expected,
-            after: expected,
-        });
     }
 
     fn closed_gate(&self) -> Option<Busy> {

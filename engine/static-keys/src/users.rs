@@ -13,7 +13,7 @@
 //!
 //! The guest's words must match the registered tables: they name each image with entries of the key
 //! once, by the address of its first entry. The guest runs meanwhile and may change or free what is
-//! read here, so a mismatch only means "try again". Each word read is returned as a
+//! read here, so a mismatch only means "try again". Each word read is passed on as a
 //! [`WatchedWord`], to be checked again when the guest is stopped.
 
 use crate::busy::Busy;
@@ -44,22 +44,8 @@ pub(crate) struct WatchedWord<P> {
     pub value: u64,
 }
 
-/// The images with entries of a key.
-#[derive(Debug)]
-pub(crate) struct Users<'a, P> {
-    /// Each image with its entries of the key.
-    pub images: Vec<(&'a CodeImage, &'a [JumpEntry])>,
-    pub words: Vec<WatchedWord<P>>,
-}
-
-impl<P> Default for Users<'_, P> {
-    fn default() -> Self {
-        Self {
-            images: Vec::new(),
-            words: Vec::new(),
-        }
-    }
-}
+/// The images with entries of a key, each with these entries.
+pub(crate) type Users<'a> = Vec<(&'a CodeImage, &'a [JumpEntry])>;
 
 /// The reason why the users of a key cannot be determined.
 #[derive(Debug)]
@@ -72,15 +58,16 @@ pub(crate) enum UsersError {
 /// Finds the users of `key` and checks that it is not sealed. `home` is the image that lists it.
 ///
 /// `found` is overwritten. Callers reuse it for all keys of a transaction to save allocations.
+/// `watch` gets each word that is read, also before an error.
 pub(crate) fn users<'a, M: GuestMemory>(
     catalog: &'a Catalog,
     memory: &M,
     key: &Key,
     home: Option<&'a CodeImage>,
-    found: &mut Users<'a, M::Place>,
+    found: &mut Users<'a>,
+    watch: impl FnMut(WatchedWord<M::Place>),
 ) -> Result<(), UsersError> {
-    found.images.clear();
-    found.words.clear();
+    found.clear();
     if home.is_some_and(|home| home.is_ro_after_init(key.id)) {
         return Err(UsersError::Sealed);
     }
@@ -92,6 +79,7 @@ pub(crate) fn users<'a, M: GuestMemory>(
         memory,
         key,
         users: found,
+        watch,
     };
     let word = follower.read(key.id.0, catalog.layout.static_key_type, Watched::Type)?;
     match (word & TYPE_LINKED != 0, word & !TYPE_MASK) {
@@ -103,7 +91,7 @@ pub(crate) fn users<'a, M: GuestMemory>(
             follower.add(home, entries)?;
         }
     }
-    if follower.users.images.len() != catalog.user_count(key.id) {
+    if follower.users.len() != catalog.user_count(key.id) {
         return Err(
             follower.busy("its module chain does not name all modules with sites of the key")
         );
@@ -111,14 +99,15 @@ pub(crate) fn users<'a, M: GuestMemory>(
     Ok(())
 }
 
-struct Follower<'a, 'b, M: GuestMemory> {
+struct Follower<'a, 'b, M, W> {
     catalog: &'a Catalog,
     memory: &'b M,
     key: &'b Key,
-    users: &'b mut Users<'a, M::Place>,
+    users: &'b mut Users<'a>,
+    watch: W,
 }
 
-impl<'a, M: GuestMemory> Follower<'a, '_, M> {
+impl<'a, M: GuestMemory, W: FnMut(WatchedWord<M::Place>)> Follower<'a, '_, M, W> {
     /// Walks a chain. The number of its nodes is bounded, so a looping chain is detected.
     fn follow(&mut self, mut node: u64) -> Result<(), UsersError> {
         let layout = self.catalog.layout;
@@ -150,11 +139,11 @@ impl<'a, M: GuestMemory> Follower<'a, '_, M> {
                 self.busy("its module chain names entries that are not in the registered table")
             );
         };
-        let mut known = self.users.images.iter();
+        let mut known = self.users.iter();
         if known.any(|(known, _)| known.id == image.id) {
             return Err(self.busy("its module chain names a module twice"));
         }
-        self.users.images.push((image, run));
+        self.users.push((image, run));
         Ok(())
     }
 
@@ -170,7 +159,7 @@ impl<'a, M: GuestMemory> Follower<'a, '_, M> {
         };
         match read() {
             Ok((place, value)) => {
-                self.users.words.push(WatchedWord {
+                (self.watch)(WatchedWord {
                     what,
                     place,
                     width,

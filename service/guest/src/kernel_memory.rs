@@ -264,6 +264,7 @@ impl GuestMemory for KernelMemory {
         }
     }
 
+    #[inline]
     fn load(&self, place: Place, length: usize) -> Result<u64, AccessFault> {
         let (first, second) = split(place, length)?;
         if second.length() == 0

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Converts between the domain's types and `patchbay.v1`.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use patchbay_guest::guest::Transport;
@@ -18,6 +19,12 @@ use crate::keys::{
 
 pub fn to_u32(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
+}
+
+/// Copies a text. `to_string` of an [`Arc`] takes several times as many instructions, because it
+/// formats the text.
+fn copy(text: &Arc<str>) -> String {
+    String::from(&**text)
 }
 
 pub fn duration(duration: Duration) -> prost_types::Duration {
@@ -162,7 +169,7 @@ fn advice(known: Known) -> v1::Advice {
 
 pub fn key(key: KeyView, sites: Vec<SiteView>) -> v1::StaticKey {
     v1::StaticKey {
-        name: key.name.to_string(),
+        name: copy(&key.name),
         key_class: class(key.class).into(),
         count: key.count,
         enabled: key.count > 0,
@@ -226,9 +233,9 @@ fn site(site: SiteView) -> v1::Site {
 pub fn hold(hold: HoldView) -> v1::Hold {
     v1::Hold {
         id: hold.id,
-        key: hold.key.to_string(),
-        holder: hold.holder.to_string(),
-        reason: hold.reason.to_string(),
+        key: copy(&hold.key),
+        holder: copy(&hold.holder),
+        reason: copy(&hold.reason),
         references: hold.references,
         since: Some(hold.since.into()),
         expires_at: hold.expires_at.map(Into::into),
@@ -237,11 +244,11 @@ pub fn hold(hold: HoldView) -> v1::Hold {
 
 pub fn results(results: &[KeyOutcome]) -> Vec<v1::KeyResult> {
     let result = |of: &KeyOutcome| v1::KeyResult {
-        name: of.key.to_string(),
+        name: copy(&of.key),
         count_before: of.count_before,
         count_after: of.count_after,
         sites_patched: of.sites_patched,
-        etag: of.etag.to_string(),
+        etag: copy(&of.etag),
         hold_id: of.hold_id.as_ref().map(HoldId::text).unwrap_or_default(),
         advice: of.known.map(advice),
     };
@@ -278,7 +285,7 @@ pub fn event(event: Event<'_>) -> v1::KeyEvent {
     match event {
         Event::Changed { change, by } => v1::KeyEvent {
             kind: Kind::Changed.into(),
-            name: change.name.to_string(),
+            name: copy(&change.name),
             count: change.after,
             principal: by.principal.clone(),
             reason: by.reason.clone(),

@@ -56,12 +56,13 @@ pub struct AuditFile {
 
 /// The content of a line.
 pub trait Body: Debug + Serialize {
-    /// Returns the content as a JSON object.
+    /// Adds the fields of the content to the text of a JSON object.
     ///
     /// # Errors
     /// It has no representation in JSON.
-    fn json(&self) -> serde_json::Result<String> {
-        serde_json::to_string(self)
+    fn add_to(&self, object: &mut String) -> serde_json::Result<()> {
+        json::join(object, &serde_json::to_string(self)?);
+        Ok(())
     }
 }
 
@@ -89,20 +90,19 @@ pub struct Intent<'a> {
 }
 
 impl Body for Intent<'_> {
-    fn json(&self) -> serde_json::Result<String> {
-        let mut text = serde_json::to_string(self)?;
-        json::add_list(&mut text, "updates", &self.updates, |to, update| {
+    fn add_to(&self, object: &mut String) -> serde_json::Result<()> {
+        json::join(object, &serde_json::to_string(self)?);
+        // Most ops of a transaction are the same.
+        let (mut last, mut rest) = (None, String::new());
+        json::add_list(object, "updates", &self.updates, |to, update| {
             let IntendedKeys::Name { key } = update.keys else {
                 return json::add(to, update);
             };
-            to.push_str("{\"key\":");
-            json::add_text(to, key)?;
-            to.push_str(",\"op\":\"");
-            to.push_str(update.op);
-            to.push_str("\"}");
-            Ok(())
-        })?;
-        Ok(text)
+            if last.replace(update.op) != Some(update.op) {
+                rest = [",\"op\":\"", update.op, "\"}"].concat();
+            }
+            json::add_keyed(to, key, &rest)
+        })
     }
 }
 
@@ -220,12 +220,12 @@ pub enum AuditOutcome<'a> {
 }
 
 impl Body for AuditOutcome<'_> {
-    fn json(&self) -> serde_json::Result<String> {
-        let mut text = serde_json::to_string(self)?;
+    fn add_to(&self, object: &mut String) -> serde_json::Result<()> {
+        json::join(object, &serde_json::to_string(self)?);
         if let Self::Committed { changes } = self {
             // Most keys of a transaction have the same numbers.
-            let (mut last, mut numbers) = (None, String::new());
-            json::add_list(&mut text, "changes", changes, |to, change| {
+            let (mut last, mut rest) = (None, String::new());
+            json::add_list(object, "changes", changes, |to, change| {
                 let AuditedChange {
                     before,
                     after,
@@ -233,17 +233,12 @@ impl Body for AuditOutcome<'_> {
                     ..
                 } = *change;
                 if last.replace((before, after, sites)) != Some((before, after, sites)) {
-                    numbers = format!("\"before\":{before},\"after\":{after},\"sites\":{sites}");
+                    rest = format!(",\"before\":{before},\"after\":{after},\"sites\":{sites}}}");
                 }
-                to.push_str("{\"key\":");
-                json::add_text(to, change.key)?;
-                to.push(',');
-                to.push_str(&numbers);
-                to.push('}');
-                Ok(())
+                json::add_keyed(to, change.key, &rest)
             })?;
         }
-        Ok(text)
+        Ok(())
     }
 }
 
@@ -361,8 +356,9 @@ impl AuditLog {
             if tracing::enabled!(tracing::Level::INFO) {
                 let trace_id = self.trace_id.map(tracing::field::display);
                 // JSON is much cheaper than the debug format of a thousand keys.
-                let body = body.json().unwrap_or_default();
-                let body = printable_json(&body);
+                let mut text = "{}".to_owned();
+                let _ = body.add_to(&mut text);
+                let body = printable_json(&text);
                 tracing::info!(event, id, trace_id, %body, "audit");
             }
             return Ok(());
@@ -378,8 +374,10 @@ impl AuditLog {
             event,
             trace_id: self.trace_id,
         };
-        let text = serde_json::to_string(&head);
-        let text = text.and_then(|head| Ok(json::join(head, &body.json()?)));
+        let text = serde_json::to_string(&head).and_then(|mut text| {
+            body.add_to(&mut text)?;
+            Ok(text)
+        });
         let text = text.map_err(|error| log.unwritable(error.into()))?;
         // Control characters from clients and guests are escaped, so that the file can be shown in
         // a terminal.

@@ -271,16 +271,15 @@ impl Draft {
         Ok(())
     }
 
-    /// Records the holds after the transaction. Returns for each key the number of the hold that
+    /// Records the holds after the transaction. Returns each key with the number of the hold that
     /// took its references; `None` if none was taken.
-    pub fn book(&mut self, holds: &mut Holds, terms: &Terms) -> Vec<Option<u64>> {
-        let mut taken = Vec::with_capacity(self.keys.len());
-        for of in &mut self.keys {
-            let holds = holds.put(of.key, std::mem::take(&mut of.holds));
+    pub fn book(self, holds: &mut Holds, terms: &Terms) -> Vec<(KeyInstance, Option<u64>)> {
+        let book = |of: DraftKey| {
+            let holds = holds.put(of.key, of.holds);
             let number = || holds?.number_of(&terms.hold);
-            taken.push(of.taken.then(number).flatten());
-        }
-        taken
+            (of.key, of.taken.then(number).flatten())
+        };
+        self.keys.into_iter().map(book).collect()
     }
 }
 

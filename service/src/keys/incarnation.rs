@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The process that a revision, an etag, a hold or a plan belongs to.
 
-use std::fmt::{self, Write};
+use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
@@ -31,8 +31,7 @@ impl HoldId {
         let mut text = String::with_capacity(self.len());
         text.push_str(&self.of);
         text.push_str("-h");
-        // Writing to a string cannot fail.
-        let _ = write!(text, "{}", self.number);
+        text.push_str(itoa::Buffer::new().format(self.number));
         text
     }
 

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::LazyLock;
 
 use super::conditions::{self, Conditions};
 
@@ -22,9 +23,13 @@ const STOP_INSTRUMENTATION: u64 = TOOL + 5;
 pub const ROW: &str = "PATCHBAY_INSTRUCTIONS_ROW";
 /// Environment variable: if it is set, the counts are not split into parts.
 const WHOLE: &str = "PATCHBAY_INSTRUCTIONS_WHOLE";
+/// False if [`WHOLE`] is set. The environment is read before the first count, because that costs
+/// instructions too.
+static IS_SPLIT: LazyLock<bool> = LazyLock::new(|| std::env::var_os(WHOLE).is_none());
 
 /// Starts to count the instructions of all threads.
 pub fn start() {
+    LazyLock::force(&IS_SPLIT);
     request(START_INSTRUMENTATION, 0);
 }
 
@@ -43,7 +48,7 @@ pub fn ignore_this_thread(call: impl FnOnce()) {
 
 /// Ends the current part of the calling thread's count, and gives it this name.
 pub fn end_part(name: &CStr) {
-    if std::env::var_os(WHOLE).is_none() {
+    if *IS_SPLIT {
         request(DUMP_STATS_AT, name.as_ptr() as u64);
     }
 }

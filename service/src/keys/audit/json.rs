@@ -12,7 +12,8 @@ pub(super) fn add_list<T>(
 ) -> serde_json::Result<()> {
     /// Room for an item with a name of usual length.
     const ITEM_BYTES: usize = 80;
-    object.reserve(items.len().saturating_mul(ITEM_BYTES));
+    // One more, so that the end of the line has room too.
+    object.reserve((items.len() + 1).saturating_mul(ITEM_BYTES));
     open(object);
     add_text(object, name)?;
     object.push_str(":[");
@@ -26,14 +27,20 @@ pub(super) fn add_list<T>(
     Ok(())
 }
 
-/// Returns an object with the fields of two objects.
-pub(super) fn join(mut object: String, other: &str) -> String {
-    if other == "{}" {
-        return object;
+/// Adds the fields of another object to the text of an object.
+pub(super) fn join(object: &mut String, other: &str) {
+    if other != "{}" {
+        open(object);
+        object.push_str(other.strip_prefix('{').unwrap_or(other));
     }
-    open(&mut object);
-    object.push_str(other.strip_prefix('{').unwrap_or(other));
-    object
+}
+
+/// Appends an object whose first field is a key's name. `rest` is the text after the name.
+pub(super) fn add_keyed(to: &mut String, key: &str, rest: &str) -> serde_json::Result<()> {
+    to.push_str("{\"key\":");
+    add_text(to, key)?;
+    to.push_str(rest);
+    Ok(())
 }
 
 /// Makes room for another field in the text of an object.
@@ -45,12 +52,10 @@ fn open(object: &mut String) {
 }
 
 /// Appends a string in quotes.
-pub(super) fn add_text(to: &mut String, text: &str) -> serde_json::Result<()> {
-    // Without an early exit the compiler checks many bytes at once.
-    let is_plain = |plain: bool, byte: &u8| {
-        plain & matches!(byte, b' '..=b'~') & (*byte != b'"') & (*byte != b'\\')
-    };
-    if text.as_bytes().iter().fold(true, is_plain) {
+fn add_text(to: &mut String, text: &str) -> serde_json::Result<()> {
+    // Names are short: most end before a check of many bytes at once would be faster.
+    let is_plain = |byte: u8| matches!(byte, b' '..=b'~') && byte != b'"' && byte != b'\\';
+    if text.bytes().all(is_plain) {
         to.push('"');
         to.push_str(text);
         to.push('"');
@@ -79,9 +84,14 @@ mod tests {
         let mut object = "{}".to_owned();
         add_list(&mut object, "texts", &texts, |to, text| add_text(to, text)).expect("JSON");
         add_list(&mut object, "none", &[(); 0], |_, ()| Ok(())).expect("JSON");
-        let object = join("{\"a\":1}".to_owned(), &object);
+        let joined = |other: &str| {
+            let mut object = "{\"a\":1}".to_owned();
+            join(&mut object, other);
+            object
+        };
+        let object = joined(&object);
         let read: Value = serde_json::from_str(&object).expect("JSON");
         assert_eq!(read, json!({"a": 1, "texts": texts, "none": []}));
-        assert_eq!(join("{\"a\":1}".to_owned(), "{}"), "{\"a\":1}");
+        assert_eq!(joined("{}"), "{\"a\":1}");
     }
 }

@@ -70,7 +70,7 @@ fn follow(draft: &mut Draft, op: Op, terms: &Terms) -> Result<(), KeysError> {
     }
 }
 
-fn booked(mut draft: Draft) -> Holds {
+fn booked(draft: Draft) -> Holds {
     let mut holds = Holds::default();
     draft.book(&mut holds, &terms("a", false));
     holds
@@ -164,7 +164,7 @@ fn fire(holds: &mut Holds, holder: &str, count: i32) {
     let mut draft = tracepoint(holds, count);
     follow(&mut draft, Op::Enable, &terms).expect("fired");
     let taken = draft.book(holds, &terms);
-    assert!(taken[0].is_some(), "also of one that is on");
+    assert!(taken[0].1.is_some(), "also of one that is on");
 }
 
 #[test]

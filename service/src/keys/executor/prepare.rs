@@ -64,7 +64,7 @@ impl<G: Guest> Executor<G> {
             self.persist(update.deadline, standstill, cancelled, attempt)?;
         let flip = Flip::new(&planned, draft, None);
         let outcome = UpdateOutcome {
-            results: self.results(&transaction, &flip, &[], None),
+            results: self.predicted(&transaction, &flip),
             summary: summary(&flip),
             revision: self.shared.registry.journal().latest(),
             report: None,

@@ -21,7 +21,7 @@ impl<G: Guest> Executor<G> {
     pub(super) fn report(
         &mut self,
         transaction: &Transaction<'_>,
-        mut flip: Flip,
+        flip: Flip,
         attempts: u32,
         intent: Option<u64>,
     ) -> UpdateOutcome {
@@ -29,7 +29,7 @@ impl<G: Guest> Executor<G> {
         let journal = self.shared.registry.journal();
         if transaction.request.validate_only {
             return UpdateOutcome {
-                results: self.results(transaction, &flip, &[], None),
+                results: self.predicted(transaction, &flip),
                 summary,
                 revision: journal.latest(),
                 report: None,
@@ -42,26 +42,32 @@ impl<G: Guest> Executor<G> {
             request_id: request_id.map(|id| id.as_str().to_owned()),
         };
         let mut book = self.shared.book();
-        let taken = flip.draft.book(&mut book.holds, &transaction.terms);
+        let Flip {
+            changes,
+            draft,
+            report,
+            ..
+        } = flip;
+        let keys = draft.book(&mut book.holds, &transaction.terms);
         let revision = if summary.keys_changed == 0 {
             journal.latest()
         } else {
             let is_change = |change: &&KeyChange| change.before != change.after;
             // The journal's limit counts all keys that it is given.
             let changes = match summary.keys_changed == summary.keys {
-                true => Arc::clone(&flip.changes),
-                false => flip.changes.iter().filter(is_change).cloned().collect(),
+                true => Arc::clone(&changes),
+                false => changes.iter().filter(is_change).cloned().collect(),
             };
             journal.append(Events::Changed { changes, by })
         };
-        let changes = flip.changes.iter().zip(flip.draft.keys());
-        let changed = changes.filter(|(change, _)| change.before != change.after);
-        let revisions = changed.map(|(_, key)| (key, revision));
+        let changed = changes.iter().zip(&keys);
+        let changed = changed.filter(|(change, _)| change.before != change.after);
+        let revisions = changed.map(|(_, (key, _))| (*key, revision));
         book.revisions.extend(revisions);
         drop(book);
-        let results = self.results(transaction, &flip, &taken, Some(revision));
+        let results = self.results(transaction, &changes, keys, Some(revision));
         if let Some(id) = intent {
-            let changes = flip.changes.iter().map(|change| AuditedChange {
+            let changes = changes.iter().map(|change| AuditedChange {
                 key: &change.name,
                 before: change.before,
                 after: change.after,
@@ -70,7 +76,7 @@ impl<G: Guest> Executor<G> {
             let changes = changes.collect();
             self.audit.outcome(id, &AuditOutcome::Committed { changes });
         }
-        let report = flip.report.map(|report| FlipReport { attempts, ..report });
+        let report = report.map(|report| FlipReport { attempts, ..report });
         if let Some(times) = report.and_then(|report| report.pause) {
             self.pauses.observe(times, summary.sites_patched);
         }
@@ -82,14 +88,20 @@ impl<G: Guest> Executor<G> {
         }
     }
 
+    /// Returns the result of each key of a transaction that is not made.
+    pub(super) fn predicted(&self, transaction: &Transaction<'_>, flip: &Flip) -> Vec<KeyOutcome> {
+        let keys = flip.draft.keys().map(|key| (key, None));
+        self.results(transaction, &flip.changes, keys, None)
+    }
+
     /// Returns the result of each key. The etag is the new one, or the current one if nothing was
-    /// changed. `taken` contains the number of the hold that took each key's references. `revision`
+    /// changed. `keys` contains the number of the hold that took each key's references. `revision`
     /// is the one in which the keys were changed.
-    pub(super) fn results(
+    fn results(
         &self,
         transaction: &Transaction<'_>,
-        flip: &Flip,
-        taken: &[Option<u64>],
+        changes: &[KeyChange],
+        keys: impl IntoIterator<Item = (KeyInstance, Option<u64>)>,
         revision: Option<u64>,
     ) -> Vec<KeyOutcome> {
         if transaction.request.summary_only {
@@ -122,9 +134,7 @@ impl<G: Guest> Executor<G> {
             let registration = registration?;
             advice::of(registration.catalog.key(key.id)?, &registration.release)
         };
-        let mut taken = taken.iter().copied();
-        let result = |(change, key): (&KeyChange, KeyInstance)| {
-            let hold = taken.next().flatten();
+        let result = |(change, (key, hold)): (&KeyChange, (KeyInstance, Option<u64>))| {
             let count = if transaction.request.validate_only {
                 change.before
             } else {
@@ -140,17 +150,17 @@ impl<G: Guest> Executor<G> {
                 known: known(key),
             }
         };
-        let changes = flip.changes.iter().zip(flip.draft.keys());
-        changes.map(result).collect()
+        changes.iter().zip(keys).map(result).collect()
     }
 }
 
 /// Returns the part of a request that the ledger keeps after the change; `None` if the request has
 /// no id.
 pub(super) fn made(request: &UpdateRequest, summary: UpdateSummary) -> Option<MadeRequest> {
+    let id = request.request_id.as_ref()?;
     Some(MadeRequest {
         principal: request.caller.name.clone(),
-        request: request.request_id.clone()?,
+        request: id.clone(),
         summary,
         unmade: 0,
     })

@@ -87,24 +87,17 @@ impl KeyHolds {
     /// Drops one reference of the hold that expires first among those that `which` selects. Returns
     /// false if it selects none.
     pub fn drop_one(&mut self, which: impl Fn(&Hold) -> bool) -> bool {
-        let first = self
-            .holds
-            .iter()
-            .enumerate()
+        // Holds without expiry come last. Of holds that expire at the same time, the newest comes
+        // first.
+        let newest_first = self.holds.iter().enumerate().rev();
+        let first = newest_first
             .filter(|(_, hold)| which(hold))
-            // Holds without expiry come last. Of holds that expire at the same time, the newest
-            // comes first.
-            .min_by_key(|(index, hold)| {
-                (
-                    hold.expires.is_none(),
-                    hold.expires.map(|(at, _)| at),
-                    usize::MAX - index,
-                )
-            })
+            .min_by_key(|(_, hold)| (hold.expires.is_none(), hold.expires.map(|(at, _)| at)))
             .map(|(index, _)| index);
         let Some(index) = first else { return false };
-        self.holds[index].references -= 1;
-        if self.holds[index].references == 0 {
+        let hold = &mut self.holds[index];
+        hold.references -= 1;
+        if hold.references == 0 {
             self.holds.remove(index);
         }
         true
@@ -155,9 +148,6 @@ impl KeyHolds {
     pub fn follow_guest(&mut self, state: &KeyState) {
         if self.probes != state.probes {
             self.holds.retain(|hold| hold.fired);
-            if self.holds.is_empty() {
-                self.probes = state.probes;
-            }
         }
         match (state.tracepoint, u32::try_from(state.count).unwrap_or(0)) {
             (true, 0) => self.holds.clear(),

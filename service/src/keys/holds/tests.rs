@@ -85,6 +85,19 @@ fn a_drop_takes_what_expires_first_and_only_the_holders() {
 }
 
 #[test]
+fn of_holds_that_expire_together_a_drop_takes_the_newest() {
+    for expires in [None, Some(Instant::now())] {
+        let mut holds = KeyHolds::default();
+        for holder in ["a", "b", "c"] {
+            holds.take(&hold(holder, expires));
+        }
+        assert!(holds.drop_one(|_| true));
+        let left = holds.as_slice().iter().map(|hold| &*hold.holder);
+        assert_eq!(left.collect::<Vec<_>>(), ["a", "b"]);
+    }
+}
+
+#[test]
 fn what_cannot_be_released_is_tried_less_and_less_often() {
     let start = Instant::now();
     let later = start + Duration::from_secs(1000);
