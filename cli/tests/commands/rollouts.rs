@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use patchbay_fleet::api;
 use patchbay_fleet::controller::{Config, Controller};
+use patchbay_fleet::gates::commands::Commands;
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
 use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::storage::Archive;
@@ -51,6 +52,7 @@ impl FakeFleet {
                 folder: lab.folder().join("archive"),
                 keep: Duration::from_secs(24 * 3600),
             },
+            commands: Commands::default(),
         };
         let controller = Controller::new(config, Arc::new(store)).expect("own names");
         let controller = Arc::new(controller);

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use patchbay_access::policy::LivePolicy;
 use patchbay_fleet::controller::{Config, Controller};
+use patchbay_fleet::gates::commands::Commands;
 use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::page::{self, Page};
 use patchbay_fleet::rollout::Phase;
@@ -98,6 +99,7 @@ async fn run(folder: &Path, keep: bool) -> anyhow::Result<()> {
             folder: folder.join("archive"),
             keep: Duration::from_secs(24 * 3600),
         },
+        commands: Commands::default(),
     };
     let store = EmbeddedStore::open(&folder.join("fleet.redb"))?;
     let controller = Arc::new(Controller::new(config, Arc::new(store))?);

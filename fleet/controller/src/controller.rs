@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio::sync::{Mutex, mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
+use crate::gates::commands::{Commands, NotUsable};
 use crate::hosts::{HostConfig, Hosts, NameTaken};
 use crate::inventory::Reach;
 use crate::metrics::Metrics;
@@ -39,6 +40,8 @@ pub struct Config {
     /// The time without a renewal after which another replica leads.
     pub lease_ttl: Duration,
     pub archive: Archive,
+    /// The commands of gates.
+    pub commands: Commands,
 }
 
 /// A replica of the controller; see the module's documentation.
@@ -108,6 +111,8 @@ pub enum PlanError {
     KeysUnknown { name: String, why: String },
     #[error("the spec selects no guest that can be changed: {0}")]
     Nothing(String),
+    #[error("{0}")]
+    Gate(#[from] NotUsable),
     #[error("{0}")]
     TooLarge(#[from] TooLarge),
     #[error("{0}")]
@@ -211,6 +216,7 @@ impl Controller {
             changes: self.changes.clone(),
             metrics: self.metrics.clone(),
             archive: config.archive.clone(),
+            commands: config.commands.clone(),
         };
         let mut tasks = JoinSet::new();
         let mut rollouts = BTreeMap::new();
@@ -432,6 +438,7 @@ impl Leadership {
         }
         // No guest needs to be asked for a plan that is refused for this.
         self.retired()?;
+        self.context.commands.check(&spec).await?;
         let rollout = plan::plan(self.hosts(), name, text, &spec, principal, now()).await;
         if rollout.header().waves.is_empty() {
             return Err(PlanError::Nothing(nothing(&rollout)));

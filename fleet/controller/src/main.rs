@@ -19,6 +19,7 @@ use patchbay_access::scrape::MetricsAddress;
 use patchbay_access::spans::Exporter;
 use patchbay_fleet::api;
 use patchbay_fleet::controller::{Config, Controller};
+use patchbay_fleet::gates::commands::{self, Commands};
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint, TlsFiles as HostTlsFiles};
 use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::page::Page;
@@ -68,6 +69,9 @@ struct Arguments {
     /// 1 to 3650
     #[arg(long, value_name = "DAYS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3650))]
     keep: u64,
+    /// Folder with one file NAME.yaml for each command that gates of specs name
+    #[arg(long, value_name = "FOLDER", default_value = commands::DEFAULT_FOLDER)]
+    gates: PathBuf,
     #[command(flatten)]
     page: PageArguments,
     /// Policy of the page; without it only the user that the controller runs as has access, and
@@ -209,6 +213,7 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
             folder: arguments.archive.clone(),
             keep: Duration::from_secs(arguments.keep * 24 * 3600),
         },
+        commands: Commands::new(arguments.gates.clone()),
     };
     let controller = Arc::new(Controller::new(config, store)?);
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM cannot be handled")?;

@@ -19,6 +19,7 @@ use tokio::time::Instant;
 
 use crate::clock::Clocks;
 pub use crate::clock::now;
+use crate::gates::commands::Commands;
 use crate::hosts::Hosts;
 use crate::metrics::Metrics;
 use crate::plan::Asks;
@@ -117,6 +118,7 @@ pub struct Context {
     pub changes: watch::Sender<u64>,
     pub metrics: Metrics,
     pub archive: Archive,
+    pub commands: Commands,
 }
 
 /// The reason why a runner ends.
@@ -467,10 +469,17 @@ impl Running {
             }
             Action::RunGate { wave, gate, asked } => {
                 let kind = rollout.header().policy.gates[gate].kind.clone();
-                let members = rollout.header().waves[wave].members();
-                let members = gates::observed(&rollout.members()[members]);
+                let of_wave = &rollout.header().waves[wave];
+                let members = gates::observed(&rollout.members()[of_wave.members()]);
+                let (commands, wave_name) = (context.commands.clone(), of_wave.name.clone());
                 actions.spawn(async move {
-                    let asking = gates::ask(&kind, &hosts, members);
+                    let asking = gates::Asking {
+                        hosts: &hosts,
+                        commands: &commands,
+                        rollout: &name,
+                        wave: &wave_name,
+                    };
+                    let asking = gates::ask(&kind, &asking, members);
                     let answer = hosts::traced(trace_id, asking).await;
                     if matches!(answer, GateAnswer::Failed(_)) {
                         metrics.gate_closed();

@@ -10,6 +10,7 @@ mod processes {
     mod etcd;
     mod faults;
     mod fleet;
+    mod gate_file;
     mod outages;
     mod registry;
     mod samples;

@@ -244,7 +244,7 @@ fn read(name: &str, entries: &[Entry]) -> Result<Option<(Rollout, Spec)>, String
         ));
     }
     let spec = records.read(&spec_key(name), |value| {
-        let spec = Spec::parse(record::decode_spec(value)?);
+        let spec = Spec::parse_stored(record::decode_spec(value)?);
         spec.map_err(|error| record::Unreadable::Malformed(error.to_string()))
     })?;
     let mut sets = KeySets::default();

@@ -18,6 +18,7 @@ use tonic::Status;
 use tonic::transport::Channel;
 
 use super::etcd::Etcd;
+use super::gate_file;
 
 /// Timeout of the tests' waits, which no correct run reaches.
 pub const PATIENCE: Duration = Duration::from_secs(120);
@@ -253,8 +254,19 @@ impl ProcessFleet {
             .arg(self.path(&format!("{name}.sock")));
         command.args(["--lease-seconds", "1"]);
         command.args(self.etcd.options_of(user));
+        command.arg("--gates").arg(self.path("gates.d"));
         command.envs(self.variables.iter().cloned());
         command
+    }
+
+    /// Writes the command of a gate, which runs this script as the user of the test.
+    pub fn gate(&self, name: &str, script: &str) {
+        let user = match rustix::process::geteuid().is_root() {
+            true => "user: root\n",
+            false => "",
+        };
+        let text = format!("command: [/bin/sh, -c, '{script}']\n{user}timeout: 1h\n");
+        gate_file::write(&self.path("gates.d"), name, &text);
     }
 
     /// Returns the changes in a guest's audit log: the counts of "alpha" before and after.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use patchbay_fleet::controller::{Config, Controller, Leadership};
+use patchbay_fleet::gates::commands::Commands;
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
 use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::rollout::Phase;
@@ -18,6 +19,8 @@ use patchbay_service::keys::{Keys, KeysConfig, Registry};
 use patchbay_service::trace::{AgentSocket, Tracing, socket_path};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
+
+use super::gate_file;
 
 /// Timeout of the tests' waits, which no correct run reaches.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -131,7 +134,13 @@ impl Fleet {
                 folder: self.folder.path().join("archive"),
                 keep: Duration::from_secs(24 * 3600),
             },
+            commands: Commands::new(self.folder.path().join("gates.d")),
         }
+    }
+
+    /// Writes the file of a gate's command.
+    pub fn gate(&self, name: &str, text: &str) {
+        gate_file::write(&self.folder.path().join("gates.d"), name, text);
     }
 
     pub fn start_replica(&self, config: Config) -> Replica {
