@@ -27,7 +27,7 @@ use crate::rollout::{
     Action, ClaimOutcome, GateAnswer, Member, Millis, NotLegal, ReleaseOutcome, Rollout,
 };
 use crate::spec::Spec;
-use crate::storage::{Archive, Keys, NotArchived};
+use crate::storage::{Archive, Keys, NotArchived, RecordKeys};
 use crate::store::{Fence, Store, StoreError, commit_all};
 use crate::{gates, hosts, plan, storage};
 pub use guests::no_host;
@@ -119,6 +119,7 @@ pub struct Context {
     pub metrics: Metrics,
     pub archive: Archive,
     pub commands: Commands,
+    pub keys: RecordKeys,
 }
 
 /// The reason why a runner ends.
@@ -336,7 +337,11 @@ impl Running {
 
     /// Saves the changes. If the store cannot be reached, the rollout is blocked until it can.
     async fn save(&self, context: &Context) -> Result<(), StoreError> {
-        let writes = storage::changed(&mut self.rollout());
+        let writes = {
+            let mut rollout = self.rollout();
+            let writes = storage::changed(&mut rollout);
+            context.keys.signed(&rollout.header().run, writes)
+        };
         if writes.is_empty() {
             return Ok(());
         }

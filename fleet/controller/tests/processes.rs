@@ -12,6 +12,7 @@ mod processes {
     mod fleet;
     mod gate_file;
     mod outages;
+    mod records;
     mod registry;
     mod samples;
     mod stalls;

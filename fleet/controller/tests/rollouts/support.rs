@@ -11,7 +11,7 @@ use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
 use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
-use patchbay_fleet::storage::Archive;
+use patchbay_fleet::storage::{Archive, RecordKeys};
 use patchbay_fleet::store::{EmbeddedStore, Store};
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
@@ -135,6 +135,7 @@ impl Fleet {
                 keep: Duration::from_secs(24 * 3600),
             },
             commands: Commands::new(self.folder.path().join("gates.d")),
+            keys: RecordKeys::default(),
         }
     }
 
