@@ -167,6 +167,7 @@ async fn a_controller_with_another_key_leaves_the_records_as_they_are() {
     drop(replica);
     // The leader has signed the rollout by the new first key.
     let replica = fleet.replica("replica-2", &[&second]);
+    replica.wait("net", v1::Phase::Completed).await;
     replica.undo("net").await;
     assert_eq!(fleet.changes(0), [(0, 1), (1, 0)]);
 }
