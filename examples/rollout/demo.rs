@@ -3,8 +3,10 @@
 //! whose gate passes changes all guests. After each step the demo checks what the guests execute.
 #![forbid(unsafe_code)]
 
+use std::fs;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -129,6 +131,18 @@ async fn expect(guests: &mut [Guest], is_on: bool) -> Result<()> {
     Ok(())
 }
 
+/// Writes the commands of the gates to a folder, which nobody else can write.
+fn gates(folder: &Path) -> Result<PathBuf> {
+    let gates = folder.join("gates.d");
+    fs::DirBuilder::new().mode(0o700).create(&gates)?;
+    for name in ["true", "false"] {
+        let file = gates.join(format!("{name}.yaml"));
+        fs::write(&file, format!("command: [/bin/{name}]\n"))?;
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o600))?;
+    }
+    Ok(gates)
+}
+
 /// The demo's controller, and the command that talks to it.
 struct Controller {
     cli: PathBuf,
@@ -150,6 +164,7 @@ impl Controller {
         command
             .arg("--socket")
             .arg(folder.path().join("fleet.sock"));
+        command.arg("--gates").arg(gates(folder.path())?);
         command.arg(format!("--page={page}"));
         for (guest, rack) in guests.iter().zip(["a", "b", "c"]) {
             let socket = guest.socket().display();
@@ -180,7 +195,7 @@ impl Controller {
         Ok(())
     }
 
-    /// Plans and starts a rollout with this command as its gate.
+    /// Plans and starts a rollout whose gate runs the program `gate` of the controller.
     async fn plan_and_start(&self, name: &str, gate: &str) -> Result<()> {
         let spec = format!(
             "title: The demo's branch\n\
@@ -188,7 +203,7 @@ impl Controller {
              claims: [{{want: on, keys: [{KEY}]}}]\n\
              waves: [{{name: canary, size: 1, bake: 1s}}, {{name: all, size: rest}}]\n\
              spread_over: rack\n\
-             gates: [{{command: [\"{gate}\"], on_failure: abort}}]\n"
+             gates: [{{command: {gate}, on_failure: abort}}]\n"
         );
         let path = self.folder.path().join(format!("{name}.yaml"));
         std::fs::write(&path, &spec)?;

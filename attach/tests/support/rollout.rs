@@ -4,7 +4,7 @@
 
 use std::fs;
 use std::net::TcpListener;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -77,6 +77,8 @@ impl<'a> Controller<'a> {
         let process = Command::new(program)
             .args(["--etcd", &etcd.url, "--socket"])
             .arg(folder.join("fleet.sock"))
+            .arg("--gates")
+            .arg(gates(folder))
             .stdin(Stdio::null())
             .spawn()
             .expect("the program is there");
@@ -111,14 +113,13 @@ impl<'a> Controller<'a> {
     }
 
     /// Plans and starts a rollout to all guests of this kernel. After the guests' change, the
-    /// program `gate` decides.
-    fn start_rollout(&self, name: &str, gate: &Path) {
+    /// command `gate` decides.
+    fn start_rollout(&self, name: &str, gate: &str) {
         let spec = format!(
             "selector: {{kernel_release: \"6.*-amd64\"}}\n\
              claims: [{{want: on, keys: [\"{KEYS}\"]}}]\n\
              waves: [{{size: rest}}]\n\
-             gates: [{{command: [{:?}], timeout: 5m, on_failure: abort}}]\n",
-            gate.display().to_string()
+             gates: [{{command: {gate}, timeout: 5m, on_failure: abort}}]\n",
         );
         let path = self.folder.join(format!("{name}.yaml"));
         fs::write(&path, spec).expect("room");
@@ -137,8 +138,18 @@ impl<'a> Controller<'a> {
     }
 }
 
-/// Returns a gate that waits until the guest prints its lines, and then passes or fails.
-fn gate(boot: &Boot, name: &str, status: u8) -> PathBuf {
+/// Returns the folder of the gates' commands, which nobody else can write.
+fn gates(folder: &Path) -> PathBuf {
+    let gates = folder.join("gates.d");
+    let mut builder = fs::DirBuilder::new();
+    builder.recursive(true).mode(0o700);
+    builder.create(&gates).expect("room");
+    gates
+}
+
+/// Writes the command of a gate that waits until the guest prints its lines, and then passes or
+/// fails.
+fn gate<'a>(boot: &Boot, name: &'a str, status: u8) -> &'a str {
     let path = boot.folder.path().join(name);
     let script = format!(
         "#!/bin/sh\nuntil tail -n 5 {} | grep -q \"{}\"; do sleep 0.1; done\nexit {status}\n",
@@ -147,7 +158,19 @@ fn gate(boot: &Boot, name: &str, status: u8) -> PathBuf {
     );
     fs::write(&path, script).expect("room");
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("its own");
-    path
+    // The console is in a folder of the test's user.
+    let user = match fs::metadata("/proc/self").expect("mounted").uid() {
+        0 => "user: root\n",
+        _ => "",
+    };
+    let file = gates(boot.folder.path()).join(format!("{name}.yaml"));
+    let text = format!(
+        "command: [{:?}]\ntimeout: 5m\n{user}",
+        path.display().to_string()
+    );
+    fs::write(&file, text).expect("room");
+    fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).expect("its own");
+    name
 }
 
 /// Checks that a rollout is rolled back if its gate fails, and is kept until it is undone if its
@@ -188,10 +211,10 @@ pub fn changes(accelerator: Accelerator) {
     });
     boot.is_silent();
 
-    controller.start_rollout("wrong", &gate(&boot, "closed", 1));
+    controller.start_rollout("wrong", gate(&boot, "closed", 1));
     controller.ends("wrong", "aborted");
     boot.is_silent();
-    controller.start_rollout("right", &gate(&boot, "open", 0));
+    controller.start_rollout("right", gate(&boot, "open", 0));
     controller.ends("right", "completed");
     boot.prints();
     controller.succeeds(&["drift", "right"]);

@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 
 use patchbay_fleet::api;
 use patchbay_fleet::controller::{Config, Controller};
+use patchbay_fleet::gates::commands::Commands;
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
 use patchbay_fleet::inventory::Reach;
-use patchbay_fleet::storage::Archive;
+use patchbay_fleet::storage::{Archive, RecordKeys};
 use patchbay_fleet::store::{EmbeddedStore, Store, Transaction};
 use patchbay_proto::socket::ListeningSocket;
 use tokio::runtime::Runtime;
@@ -51,6 +52,8 @@ impl FakeFleet {
                 folder: lab.folder().join("archive"),
                 keep: Duration::from_secs(24 * 3600),
             },
+            commands: Commands::default(),
+            keys: RecordKeys::default(),
         };
         let controller = Controller::new(config, Arc::new(store)).expect("own names");
         let controller = Arc::new(controller);

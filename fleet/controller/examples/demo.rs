@@ -12,11 +12,12 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use patchbay_access::policy::LivePolicy;
 use patchbay_fleet::controller::{Config, Controller};
+use patchbay_fleet::gates::commands::Commands;
 use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::page::{self, Page};
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
-use patchbay_fleet::storage::Archive;
+use patchbay_fleet::storage::{Archive, RecordKeys};
 use patchbay_fleet::store::EmbeddedStore;
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_service::api::ServedGuest;
@@ -98,6 +99,8 @@ async fn run(folder: &Path, keep: bool) -> anyhow::Result<()> {
             folder: folder.join("archive"),
             keep: Duration::from_secs(24 * 3600),
         },
+        commands: Commands::default(),
+        keys: RecordKeys::default(),
     };
     let store = EmbeddedStore::open(&folder.join("fleet.redb"))?;
     let controller = Arc::new(Controller::new(config, Arc::new(store))?);

@@ -16,10 +16,11 @@ use anyhow::Context;
 use async_trait::async_trait;
 use futures_util::StreamExt;
 use patchbay_fleet::controller::{Config, Controller};
+use patchbay_fleet::gates::commands::Commands;
 use patchbay_fleet::hosts::Hosts;
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
-use patchbay_fleet::storage::Archive;
+use patchbay_fleet::storage::{Archive, RecordKeys};
 use patchbay_fleet::store::{EmbeddedStore, Layer, Revision, Store, StoreError, Transaction};
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_proto::v1;
@@ -187,6 +188,8 @@ async fn run(folder: &std::path::Path, guests: usize, hosts: usize) -> anyhow::R
             folder: folder.join("archive"),
             keep: Duration::from_secs(24 * 3600),
         },
+        commands: Commands::default(),
+        keys: RecordKeys::default(),
     };
     let controller = Arc::new(Controller::new(config, Arc::<Counting>::clone(&store))?);
     let runs = Arc::clone(&controller);

@@ -56,7 +56,7 @@ async fn main() -> anyhow::Result<()> {
     );
 
     let (start, before) = (Instant::now(), resident_mib());
-    let loaded = storage::load(&store).await?;
+    let loaded = storage::load(&store, &storage::RecordKeys::default()).await?;
     let (took, memory) = (start.elapsed(), resident_mib().saturating_sub(before));
     anyhow::ensure!(loaded.rollouts.len() == rollouts, "some cannot be read");
     println!("read in {took:.1?}: {memory} MiB more resident");

@@ -130,6 +130,7 @@ fn plan_status(error: &PlanError) -> Status {
         PlanError::Nothing(_)
         | PlanError::Held { .. }
         | PlanError::KeysUnknown { .. }
+        | PlanError::Gate(_)
         | PlanError::TooLarge(_)
         | PlanError::Store(StoreError::TooLarge { .. }) => Status::failed_precondition(message),
         PlanError::Store(_) | PlanError::Deposed => Status::unavailable(message),

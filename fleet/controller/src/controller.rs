@@ -10,13 +10,16 @@ use std::time::Duration;
 use tokio::sync::{Mutex, mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
+use crate::gates::commands::{Commands, NotUsable};
 use crate::hosts::{HostConfig, Hosts, NameTaken};
 use crate::inventory::Reach;
 use crate::metrics::Metrics;
 use crate::rollout::{Millis, Phase, Rollout};
 use crate::runner::{Context, Ended, NotDeleted, Running, now};
 use crate::spec::{LateGuests, Spec, SpecError};
-use crate::storage::{Archive, Keys, Leftover, TooLarge, Unreadable, deletions};
+use crate::storage::{
+    Archive, Keys, Leftover, Loaded, RecordKeys, TooLarge, Unreadable, deletions,
+};
 use crate::store::{Fence, Store, StoreError, commit_all};
 use crate::{drift, inventory, leader, plan, runner, storage};
 
@@ -39,6 +42,10 @@ pub struct Config {
     /// The time without a renewal after which another replica leads.
     pub lease_ttl: Duration,
     pub archive: Archive,
+    /// The commands of gates.
+    pub commands: Commands,
+    /// The keys by which records in the store are authenticated.
+    pub keys: RecordKeys,
 }
 
 /// A replica of the controller; see the module's documentation.
@@ -108,6 +115,8 @@ pub enum PlanError {
     KeysUnknown { name: String, why: String },
     #[error("the spec selects no guest that can be changed: {0}")]
     Nothing(String),
+    #[error("{0}")]
+    Gate(#[from] NotUsable),
     #[error("{0}")]
     TooLarge(#[from] TooLarge),
     #[error("{0}")]
@@ -186,11 +195,7 @@ impl Controller {
         let fence = term.fence.clone();
         let read = async {
             let registry = inventory::list(store, &hosts, &config.reach).await?;
-            let mut loaded = storage::load(store).await?;
-            for leftover in std::mem::take(&mut loaded.leftovers) {
-                self.sweep(leftover, &fence).await?;
-            }
-            Ok::<_, StoreError>((registry, loaded))
+            Ok::<_, StoreError>((registry, self.load(&fence, &config.keys).await?))
         };
         // Reading many rollouts may take longer than the lease lasts.
         let read = tokio::select! {
@@ -211,6 +216,8 @@ impl Controller {
             changes: self.changes.clone(),
             metrics: self.metrics.clone(),
             archive: config.archive.clone(),
+            commands: config.commands.clone(),
+            keys: config.keys.clone(),
         };
         let mut tasks = JoinSet::new();
         let mut rollouts = BTreeMap::new();
@@ -277,6 +284,39 @@ impl Controller {
         tasks.shutdown().await;
         term.resign().await;
         Ok(error)
+    }
+
+    /// Signs the records of the store that are not authenticated, once no replica leads, and returns
+    /// their number and the rollouts that cannot be read. Their records are left as they are.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn adopt(&self) -> Result<(usize, Vec<Unreadable>), StoreError> {
+        let config = &self.config;
+        let mut term = leader::campaign(&self.store, &config.replica, config.lease_ttl).await?;
+        let (fence, keys) = (term.fence.clone(), config.keys.clone().adopting());
+        let loaded = tokio::select! {
+            error = term.keep() => Err(error),
+            loaded = self.load(&fence, &keys) => loaded,
+        };
+        term.resign().await;
+        loaded.map(|loaded| (loaded.resigned.len(), loaded.unreadable))
+    }
+
+    /// Loads the rollouts, and puts their records in order.
+    async fn load(&self, fence: &Fence, keys: &RecordKeys) -> Result<Loaded, StoreError> {
+        let store = self.store.as_ref();
+        let mut loaded = storage::load(store, keys).await?;
+        for leftover in std::mem::take(&mut loaded.leftovers) {
+            self.sweep(leftover, fence).await?;
+        }
+        match commit_all(store, fence, &loaded.resigned).await {
+            Err(error @ StoreError::TooLarge { .. }) => {
+                tracing::error!("records are not signed again: {error}");
+                Ok(loaded)
+            }
+            committed => committed.map(|()| loaded),
+        }
     }
 
     /// Deletes what is left of a rollout, after it was written to a file. What cannot be written
@@ -432,6 +472,7 @@ impl Leadership {
         }
         // No guest needs to be asked for a plan that is refused for this.
         self.retired()?;
+        self.context.commands.check(&spec).await?;
         let rollout = plan::plan(self.hosts(), name, text, &spec, principal, now()).await;
         if rollout.header().waves.is_empty() {
             return Err(PlanError::Nothing(nothing(&rollout)));
@@ -470,6 +511,7 @@ impl Leadership {
         text: &str,
     ) -> Result<Arc<Running>, PlanError> {
         let writes = storage::planned(&mut rollout, text)?;
+        let writes = self.context.keys.signed(&rollout.header().run, writes);
         let (store, fence) = (self.context.store.as_ref(), &self.context.fence);
         // An earlier plan may have been stored although its last answer was lost. While its header
         // existed, the records of both would be taken for one rollout.

@@ -20,7 +20,7 @@ pub mod api;
 pub mod clock;
 pub mod controller;
 pub mod drift;
-mod gates;
+pub mod gates;
 pub mod hosts;
 pub mod inventory;
 pub mod leader;
@@ -32,6 +32,7 @@ pub mod runner;
 pub mod scrape;
 pub mod spec;
 pub mod storage;
+mod trusted;
 mod view;
 
 pub use patchbay_store as store;

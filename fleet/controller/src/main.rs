@@ -19,10 +19,11 @@ use patchbay_access::scrape::MetricsAddress;
 use patchbay_access::spans::Exporter;
 use patchbay_fleet::api;
 use patchbay_fleet::controller::{Config, Controller};
+use patchbay_fleet::gates::commands::{self, Commands};
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint, TlsFiles as HostTlsFiles};
 use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::page::Page;
-use patchbay_fleet::storage::Archive;
+use patchbay_fleet::storage::{Archive, RecordKeys};
 use patchbay_fleet::store::{DEFAULT_ROOT, EmbeddedStore, EtcdStore, Store, registry};
 use patchbay_proto::socket::ListeningSocket;
 use patchbay_store::args::EtcdTlsArgs;
@@ -68,6 +69,16 @@ struct Arguments {
     /// 1 to 3650
     #[arg(long, value_name = "DAYS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3650))]
     keep: u64,
+    /// Folder with one file NAME.yaml for each command that gates of specs name
+    #[arg(long, value_name = "FOLDER", default_value = commands::DEFAULT_FOLDER)]
+    gates: PathBuf,
+    /// Key of at least 32 bytes by which the replicas authenticate their records; a second one
+    /// verifies them too
+    #[arg(long = "record-key", value_name = "FILE")]
+    record_keys: Vec<PathBuf>,
+    /// Authenticate the records of the time before --record-key, and end. No replica may run
+    #[arg(long, requires = "record_keys")]
+    adopt_unsigned_records: bool,
     #[command(flatten)]
     page: PageArguments,
     /// Policy of the page; without it only the user that the controller runs as has access, and
@@ -209,8 +220,19 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
             folder: arguments.archive.clone(),
             keep: Duration::from_secs(arguments.keep * 24 * 3600),
         },
+        commands: Commands::new(arguments.gates.clone()),
+        keys: RecordKeys::read(&arguments.record_keys)?,
     };
+    if config.keys.is_empty() && !arguments.standalone {
+        tracing::warn!(
+            "whoever can write the store can start rollouts, because records are not authenticated; \
+             give --record-key"
+        );
+    }
     let controller = Arc::new(Controller::new(config, store)?);
+    if arguments.adopt_unsigned_records {
+        return adopt(&controller).await;
+    }
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM cannot be handled")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT cannot be handled")?;
     let ended = async move {
@@ -232,6 +254,19 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     };
     exporter.shutdown().await;
     result
+}
+
+/// Authenticates the records of the store, and says what was done.
+async fn adopt(controller: &Controller) -> anyhow::Result<()> {
+    tracing::info!("this replica waits until no other one leads");
+    let (count, unreadable) = controller.adopt().await?;
+    for one in &unreadable {
+        println!("rollout {} is left as it is: {}", one.name, one.why);
+    }
+    println!(
+        "{count} records were authenticated; start the controller without --adopt-unsigned-records"
+    );
+    Ok(())
 }
 
 fn start_log(format: LogFormat) {

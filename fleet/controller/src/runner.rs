@@ -19,6 +19,7 @@ use tokio::time::Instant;
 
 use crate::clock::Clocks;
 pub use crate::clock::now;
+use crate::gates::commands::Commands;
 use crate::hosts::Hosts;
 use crate::metrics::Metrics;
 use crate::plan::Asks;
@@ -26,7 +27,7 @@ use crate::rollout::{
     Action, ClaimOutcome, GateAnswer, Member, Millis, NotLegal, ReleaseOutcome, Rollout,
 };
 use crate::spec::Spec;
-use crate::storage::{Archive, Keys, NotArchived};
+use crate::storage::{Archive, Keys, NotArchived, RecordKeys};
 use crate::store::{Fence, Store, StoreError, commit_all};
 use crate::{gates, hosts, plan, storage};
 pub use guests::no_host;
@@ -117,6 +118,8 @@ pub struct Context {
     pub changes: watch::Sender<u64>,
     pub metrics: Metrics,
     pub archive: Archive,
+    pub commands: Commands,
+    pub keys: RecordKeys,
 }
 
 /// The reason why a runner ends.
@@ -334,7 +337,11 @@ impl Running {
 
     /// Saves the changes. If the store cannot be reached, the rollout is blocked until it can.
     async fn save(&self, context: &Context) -> Result<(), StoreError> {
-        let writes = storage::changed(&mut self.rollout());
+        let writes = {
+            let mut rollout = self.rollout();
+            let writes = storage::changed(&mut rollout);
+            context.keys.signed(&rollout.header().run, writes)
+        };
         if writes.is_empty() {
             return Ok(());
         }
@@ -468,10 +475,17 @@ impl Running {
             }
             Action::RunGate { wave, gate, asked } => {
                 let kind = rollout.header().policy.gates[gate].kind.clone();
-                let members = rollout.header().waves[wave].members();
-                let members = gates::observed(&rollout.members()[members]);
+                let of_wave = &rollout.header().waves[wave];
+                let members = gates::observed(&rollout.members()[of_wave.members()]);
+                let (commands, wave_name) = (context.commands.clone(), of_wave.name.clone());
                 actions.spawn(async move {
-                    let asking = gates::ask(&kind, &hosts, members);
+                    let asking = gates::Asking {
+                        hosts: &hosts,
+                        commands: &commands,
+                        rollout: &name,
+                        wave: &wave_name,
+                    };
+                    let asking = gates::ask(&kind, &asking, members);
                     let answer = hosts::traced(trace_id, asking).await;
                     if matches!(answer, GateAnswer::Failed(_)) {
                         metrics.gate_closed();

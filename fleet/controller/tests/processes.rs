@@ -10,8 +10,10 @@ mod processes {
     mod etcd;
     mod faults;
     mod fleet;
+    mod gate_file;
     mod outages;
     mod persons;
+    mod records;
     mod registry;
     mod samples;
     mod stalls;

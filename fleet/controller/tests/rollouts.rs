@@ -5,6 +5,8 @@ mod rollouts {
     mod agent;
     mod drift;
     mod faults;
+    #[path = "../processes/gate_file.rs"]
+    mod gate_file;
     mod gates;
     mod refused;
     mod storage;

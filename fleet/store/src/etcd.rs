@@ -242,7 +242,7 @@ fn revision(number: i64) -> Revision {
 fn unavailable(status: &Status) -> StoreError {
     match status.code() {
         Code::PermissionDenied | Code::Unauthenticated => StoreError::Invalid(format!(
-            "etcd refuses access: {}; grant the controller's role readwrite on its prefix",
+            "etcd refuses access: {}; grant the user's role readwrite on its prefix",
             status.message()
         )),
         // etcd finds the request itself invalid, and would refuse a repeat.

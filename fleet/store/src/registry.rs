@@ -3,10 +3,12 @@
 //! and controllers watch these records.
 //!
 //! ```text
-//! registry/hosts/HOST            HostRecord
-//! registry/guests/HOST/GUEST     GuestRecord
+//! registry/HOST/host             HostRecord
+//! registry/HOST/guests/GUEST     GuestRecord
 //! ```
 //!
+//! * All keys of a host have one prefix, so that a role of etcd for this prefix lets the host write
+//!   its own keys alone. It needs no other.
 //! * A host's key is created only while it is absent, so the second of two hosts with one name is
 //!   refused. A restarted host finds the record of its earlier process, and replaces it by ending
 //!   that lease.
@@ -24,8 +26,6 @@ use crate::{Change, Expected, Fence, LeaseId, Store, StoreError, Transaction, Wr
 
 /// The prefix of the registry's keys.
 pub const PREFIX: &str = "registry/";
-const HOSTS: &str = "registry/hosts/";
-const GUESTS: &str = "registry/guests/";
 const MAX_NAME_BYTES: usize = 64;
 
 /// A host and its endpoints.
@@ -104,11 +104,11 @@ pub struct Registration {
 }
 
 fn host_key(host: &str) -> String {
-    format!("{HOSTS}{host}")
+    format!("{PREFIX}{host}/host")
 }
 
 fn guest_key(host: &str, guest: &str) -> String {
-    format!("{GUESTS}{host}/{guest}")
+    format!("{PREFIX}{host}/guests/{guest}")
 }
 
 /// Returns the id of the machine. A machine without an id gets a new random id at each call, so
@@ -236,24 +236,23 @@ impl Registration {
 /// [`StoreError::Invalid`] for a value that cannot be read.
 pub fn read(change: &Change) -> Result<Option<Registered>, StoreError> {
     let key = change.key();
-    let guest = key
-        .strip_prefix(GUESTS)
+    let parts = key
+        .strip_prefix(PREFIX)
         .and_then(|rest| rest.split_once('/'));
-    Ok(match (key.strip_prefix(HOSTS), guest, change) {
-        (Some(host), _, Change::Put(entry)) => Some(Registered::Host(
-            host.to_owned(),
-            decode(key, &entry.value)?,
-        )),
-        (Some(host), _, Change::Deleted { .. }) => Some(Registered::HostGone(host.to_owned())),
-        (_, Some((host, guest)), Change::Put(entry)) => Some(Registered::Guest {
-            host: host.to_owned(),
-            guest: guest.to_owned(),
+    let Some((host, part)) = parts else {
+        return Ok(None);
+    };
+    let guest = part.strip_prefix("guests/").map(str::to_owned);
+    let host = host.to_owned();
+    Ok(match (part, guest, change) {
+        ("host", _, Change::Put(entry)) => Some(Registered::Host(host, decode(key, &entry.value)?)),
+        ("host", _, Change::Deleted { .. }) => Some(Registered::HostGone(host)),
+        (_, Some(guest), Change::Put(entry)) => Some(Registered::Guest {
+            host,
+            guest,
             record: decode(key, &entry.value)?,
         }),
-        (_, Some((host, guest)), Change::Deleted { .. }) => Some(Registered::GuestGone {
-            host: host.to_owned(),
-            guest: guest.to_owned(),
-        }),
+        (_, Some(guest), Change::Deleted { .. }) => Some(Registered::GuestGone { host, guest }),
         _ => None,
     })
 }
@@ -311,9 +310,9 @@ mod tests {
         assert_eq!(host.update(guests(&[("x", 1), ("y", 2)])).await, Ok(1));
         assert_eq!(host.update(guests(&[("y", 2), ("a/b", 1)])).await, Ok(2));
         let expected = [
-            "registry/guests/h/a/b",
-            "registry/guests/h/y",
-            "registry/hosts/h",
+            "registry/h/guests/a/b",
+            "registry/h/guests/y",
+            "registry/h/host",
         ];
         assert_eq!(keys(store.as_ref()).await, expected);
         host.end().await;
@@ -353,7 +352,7 @@ mod tests {
         );
         assert_eq!(
             keys(store.as_ref()).await,
-            ["registry/guests/h/x", "registry/hosts/h"]
+            ["registry/h/guests/x", "registry/h/host"]
         );
     }
 
@@ -370,12 +369,12 @@ mod tests {
     #[test]
     fn a_foreign_value_is_named() {
         let change = Change::Put(crate::Entry {
-            key: "registry/hosts/h".to_owned(),
+            key: "registry/h/host".to_owned(),
             value: b"not JSON".to_vec(),
             created: 1,
             modified: 1,
         });
         let error = read(&change).expect_err("refused").to_string();
-        assert!(error.contains("registry/hosts/h"), "{error}");
+        assert!(error.contains("registry/h/host"), "{error}");
     }
 }

@@ -5,11 +5,11 @@
 //! A gate whose party cannot be asked, or does not answer the question in time, is inconclusive.
 
 mod agents;
+pub mod commands;
 mod prometheus;
 #[cfg(test)]
 mod tests;
 
-use std::process::Stdio;
 use std::time::Duration;
 
 use tonic::transport::Endpoint;
@@ -18,8 +18,14 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
 pub use self::agents::{Observed, observe, observed};
+use self::commands::Commands;
 use crate::hosts::Hosts;
 use crate::rollout::{GateAnswer, WaveGateKind};
+
+/// The reason why a command that a record of the store gives is not run: whoever can write the store
+/// could run any command.
+const NOT_RUN: &str = "is not run, because the spec gives this command and does not name it; undo \
+     the rollout, or promote it without this gate";
 
 /// The reason why a gate has not passed.
 enum Obstacle {
@@ -34,17 +40,28 @@ impl<T: Into<String>> From<T> for Obstacle {
     }
 }
 
+/// The wave at whose gates the parties are asked, and the ways to ask them.
+pub struct Asking<'a> {
+    pub hosts: &'a Hosts,
+    pub commands: &'a Commands,
+    pub rollout: &'a str,
+    pub wave: &'a str,
+}
+
 /// Evaluates a gate of the wave. A reason begins with the name of the queried party. Dropping the
 /// future ends the processes and calls that it has started.
-pub async fn ask(kind: &WaveGateKind, hosts: &Hosts, members: Vec<Observed>) -> GateAnswer {
+pub async fn ask(kind: &WaveGateKind, asking: &Asking<'_>, members: Vec<Observed>) -> GateAnswer {
     let Some(timeout_ms) = kind.timeout_ms() else {
         return GateAnswer::Passed;
     };
     let asked = async {
         match kind {
             WaveGateKind::Errors { .. } | WaveGateKind::PauseP99 { .. } => Ok(()),
-            WaveGateKind::Command { argv, .. } => command(argv).await,
-            WaveGateKind::AgentHealth { limits, .. } => agents::ask(limits, hosts, members).await,
+            WaveGateKind::Command { .. } => Err(NOT_RUN.into()),
+            WaveGateKind::NamedCommand { name, .. } => asking.commands.run(name, asking).await,
+            WaveGateKind::AgentHealth { limits, .. } => {
+                agents::ask(limits, asking.hosts, members).await
+            }
             WaveGateKind::Grpc { url, service, .. } => grpc(url, service).await,
             WaveGateKind::Prometheus {
                 url,
@@ -60,7 +77,7 @@ pub async fn ask(kind: &WaveGateKind, hosts: &Hosts, members: Vec<Observed>) -> 
         Ok(Ok(())) => return GateAnswer::Passed,
         Ok(Err(obstacle)) => obstacle,
         Err(_) => Obstacle::Inconclusive(match kind {
-            WaveGateKind::Command { .. } => format!("did not end within {timeout_ms} ms"),
+            WaveGateKind::NamedCommand { .. } => format!("did not end within {timeout_ms} ms"),
             _ => format!("no answer within {timeout_ms} ms"),
         }),
     };
@@ -76,6 +93,7 @@ fn named(kind: &WaveGateKind, why: &str) -> String {
         WaveGateKind::Command { argv, .. } => {
             format!("{} {why}", argv.first().map_or("", String::as_str))
         }
+        WaveGateKind::NamedCommand { name, .. } => format!("command {name} {why}"),
         WaveGateKind::Grpc { url, service, .. } if service.is_empty() => {
             format!("grpc {url}: {why}")
         }
@@ -86,19 +104,6 @@ fn named(kind: &WaveGateKind, why: &str) -> String {
             format!("prometheus {url}, query {query:?}: {why}")
         }
         _ => format!("agent_health: {why}"),
-    }
-}
-
-/// Runs a command, which must exit with status 0. Its process is killed when the future is dropped.
-async fn command(argv: &[String]) -> Result<(), Obstacle> {
-    let (program, arguments) = argv.split_first().ok_or("the command is empty")?;
-    let mut command = tokio::process::Command::new(program);
-    command.args(arguments).kill_on_drop(true);
-    command.stdin(Stdio::null()).stdout(Stdio::null());
-    match command.status().await {
-        Ok(status) if status.success() => Ok(()),
-        Ok(status) => Err(Obstacle::Failed(format!("ended with {status}"))),
-        Err(error) => Err(format!("cannot be started: {error}").into()),
     }
 }
 

@@ -22,7 +22,13 @@ async fn listen() -> (TcpListener, String) {
 
 async fn asked(kind: &WaveGateKind) -> GateAnswer {
     let hosts = Hosts::new(&[]).expect("none");
-    ask(kind, &hosts, vec![]).await
+    let asking = Asking {
+        hosts: &hosts,
+        commands: &Commands::default(),
+        rollout: "net",
+        wave: "canary",
+    };
+    ask(kind, &asking, vec![]).await
 }
 
 fn failed(answer: GateAnswer) -> String {

@@ -22,6 +22,7 @@ pub(super) fn closed(gate: &WaveGate, wave: &[Member], all: &[Member]) -> Option
             })
         }
         WaveGateKind::Command { .. }
+        | WaveGateKind::NamedCommand { .. }
         | WaveGateKind::AgentHealth { .. }
         | WaveGateKind::Grpc { .. }
         | WaveGateKind::Prometheus { .. } => None,

@@ -85,8 +85,11 @@ pub enum WaveGateKind {
     Errors { max_percent: u32, of: ErrorsOf },
     /// The maximum of the 99th percentile of a wave's pauses.
     PauseP99 { budget_us: u64 },
-    /// An external command that must exit with status 0 before its timeout.
+    /// A command that a spec of an earlier version gave. It is never run.
     Command { argv: Vec<String>, timeout_ms: u64 },
+    /// A command of the controller's configuration, which must exit with status 0 before its
+    /// timeout.
+    NamedCommand { name: String, timeout_ms: u64 },
     /// The health that the agents of the wave's guests report.
     AgentHealth {
         limits: AgentLimits,
@@ -121,6 +124,7 @@ impl WaveGateKind {
         match self {
             Self::Errors { .. } | Self::PauseP99 { .. } => None,
             Self::Command { timeout_ms, .. }
+            | Self::NamedCommand { timeout_ms, .. }
             | Self::AgentHealth { timeout_ms, .. }
             | Self::Grpc { timeout_ms, .. }
             | Self::Prometheus { timeout_ms, .. } => Some(*timeout_ms),

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
-use super::values::{Duration, HttpUrl, NonEmpty, Number, Percent, checked_from};
+use super::values::{Duration, HttpUrl, Number, Percent, checked_from};
+use crate::gates::commands;
 use crate::rollout::{AgentLimits, ErrorsOf, OnFailure, WaveGate, WaveGateKind};
 
 /// The timeout of a gate if the spec gives none.
@@ -29,7 +30,7 @@ pub struct GateSpec(pub WaveGate);
 struct GateFields {
     max_errors: Option<Percent>,
     pause_p99: Option<Duration>,
-    command: Option<NonEmpty<String>>,
+    command: Option<Command>,
     agent_health: Option<AgentHealth>,
     grpc: Option<Grpc>,
     prometheus: Option<Prometheus>,
@@ -38,6 +39,14 @@ struct GateFields {
     patience: Option<Duration>,
     of: Option<ErrorsOf>,
     on_failure: Failure,
+}
+
+/// The name of a command, or the command itself as in specs of earlier versions.
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "a gate's `command` is a name")]
+enum Command {
+    Named(String),
+    Inline(Vec<String>),
 }
 
 struct AgentHealth(AgentLimits);
@@ -141,10 +150,14 @@ impl TryFrom<GateFields> for GateSpec {
         let pause = fields.pause_p99.map(|budget| WaveGateKind::PauseP99 {
             budget_us: budget.micros(),
         });
-        let command = fields.command.map(|argv| WaveGateKind::Command {
-            argv: argv.0,
-            timeout_ms,
-        });
+        let command = match fields.command {
+            Some(Command::Named(name)) if !commands::is_name(&name) => {
+                return Err("a gate's `command` is a name of 1 to 64 letters, digits, '-' and '_'");
+            }
+            Some(Command::Named(name)) => Some(WaveGateKind::NamedCommand { name, timeout_ms }),
+            Some(Command::Inline(argv)) => Some(WaveGateKind::Command { argv, timeout_ms }),
+            None => None,
+        };
         let agent = fields
             .agent_health
             .map(|AgentHealth(limits)| WaveGateKind::AgentHealth { limits, timeout_ms });

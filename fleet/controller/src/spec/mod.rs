@@ -12,7 +12,7 @@ use serde::{Deserialize, Deserializer};
 pub use self::gates::GateSpec;
 use self::values::checked_from;
 pub use self::values::{Count, Duration, Glob, Percent, Size, Time};
-use crate::rollout::{AfterReboot, Caps, Freeze, Policy, Want};
+use crate::rollout::{AfterReboot, Caps, Freeze, Policy, Want, WaveGateKind};
 
 /// The maximum size of a spec in bytes. A larger one is refused without being read.
 pub const MAX_BYTES: usize = 1 << 20;
@@ -54,6 +54,11 @@ pub struct Spec {
 const REPLACED: &str = "`ops` is replaced by `claims`: write `want: on` instead of `op: enable` or `op: fire`, \
      `want: off` instead of `op: disable` or `op: park`, and `want: held` instead of `op: inc`; \
      nothing replaces `op: dec`";
+
+/// The error of a spec that gives a gate's command.
+const INLINE_COMMAND: &str = "gates: a spec does not give a gate's command, but names it: write \
+     `command: NAME`, and have an administrator of the controller write the command to NAME.yaml \
+     in the folder of its option --gates";
 
 fn replaced<'de, D: Deserializer<'de>>(_: D) -> Result<(), D::Error> {
     Err(serde::de::Error::custom(REPLACED))
@@ -251,6 +256,27 @@ impl Spec {
     /// # Errors
     /// [`SpecError`].
     pub fn parse(text: &str) -> Result<Self, SpecError> {
+        let spec = Self::parse_stored(text)?;
+        let mut gates = spec.gates.iter();
+        if gates.any(|gate| matches!(gate.0.kind, WaveGateKind::Command { .. })) {
+            let first = line_of(text, "gates");
+            let mut lines = text.lines().skip(first - 1);
+            let line = lines.position(|line| line.contains("command"));
+            return Err(SpecError::At {
+                line: first + line.unwrap_or(0),
+                column: 1,
+                message: INLINE_COMMAND.to_owned(),
+            });
+        }
+        Ok(spec)
+    }
+
+    /// Parses a spec of which a rollout was planned, perhaps by an earlier version, whose specs
+    /// gave the commands of gates.
+    ///
+    /// # Errors
+    /// [`SpecError`].
+    pub fn parse_stored(text: &str) -> Result<Self, SpecError> {
         let bytes = text.len();
         if bytes > MAX_BYTES {
             return Err(SpecError::TooLarge { bytes });

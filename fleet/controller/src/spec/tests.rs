@@ -23,7 +23,7 @@ max_concurrent:
 gates:
   - {max_errors: 2, of: rollout, on_failure: abort}
   - {pause_p99: 500us, on_failure: pause}
-  - {command: ["/bin/probe", "web"], timeout: 5s, interval: 30s, patience: 15m, on_failure: pause}
+  - {command: web-probe, timeout: 5s, interval: 30s, patience: 15m, on_failure: pause}
   - {agent_health: {max_new_warnings: 0, max_pressure: {memory: 20}, max_unhealthy: 10}, on_failure: abort}
   - {grpc: {url: "http://[::1]:50051", service: web}, timeout: 3s, on_failure: abort}
   - {prometheus: {url: "http://prom:9090/base", query: 'rate(errors[1m])', below: 1}, on_failure: pause}
@@ -49,6 +49,11 @@ fn a_full_spec_is_read() {
         policy.gates[1].kind,
         WaveGateKind::PauseP99 { budget_us: 500 }
     );
+    let command = WaveGateKind::NamedCommand {
+        name: "web-probe".to_owned(),
+        timeout_ms: 5000,
+    };
+    assert_eq!(policy.gates[2].kind, command);
     let gates: Vec<&WaveGateKind> = policy.gates[3..].iter().map(|gate| &gate.kind).collect();
     let agents = WaveGateKind::AgentHealth {
         limits: AgentLimits {
@@ -179,6 +184,16 @@ fn errors_have_line_and_column() {
         ),
         ("of: rollout", "patience: 1s", 19, "patience belong to"),
         ("of: rollout", "of: fleet", 19, "unknown variant `fleet`"),
+        (
+            "web-probe",
+            "[/bin/probe, web]",
+            21,
+            "folder of its option --gates",
+        ),
+        ("web-probe", "[]", 21, "folder of its option --gates"),
+        ("web-probe", "../probe", 21, "is a name of 1 to 64 letters"),
+        ("web-probe", "''", 21, "is a name of 1 to 64 letters"),
+        ("web-probe", "7", 21, "a gate's `command` is a name"),
         ("timeout: 5s", "of: wave", 21, "`of` belongs to max_errors"),
     ];
     for (line, with, expected, message) in cases {

@@ -8,9 +8,11 @@
 //! rollouts/NAME/members/00000042
 //! ```
 //!
-//! [`record`] has the form of the values and its versions.
+//! [`record`] has the form of the values and its versions, and [`authentic`] the line before them
+//! by which a controller knows its own.
 
 mod archive;
+mod authentic;
 mod record;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,6 +21,8 @@ use std::sync::Arc;
 use futures_util::{StreamExt, stream};
 
 pub use self::archive::{Archive, Keys, NotArchived, deletions, entries};
+pub use self::authentic::{NoKey, RecordKeys};
+use self::authentic::{NotAuthentic, Opened};
 use crate::rollout::{Header, KeySets, Member, Rollout, bounded};
 use crate::spec::Spec;
 use crate::store::{Entry, Store, StoreError, Write, folders};
@@ -171,6 +175,8 @@ pub struct Loaded {
     /// The names of the unreadable rollouts whose header says that they are over.
     pub over: BTreeSet<String>,
     pub leftovers: Vec<Leftover>,
+    /// The writes that sign the rollouts' records again, which are not signed by the first key.
+    pub resigned: Vec<Write>,
 }
 
 /// The entries of a rollout that was not completely stored, or not completely deleted.
@@ -187,11 +193,12 @@ pub struct Unreadable {
 }
 
 /// Loads all rollouts, one after the other, so that no answer of the store has more than one of
-/// them. A rollout with a record that cannot be read does not keep the others from being loaded.
+/// them. A rollout with a record that cannot be read, or that the keys do not verify, does not keep
+/// the others from being loaded.
 ///
 /// # Errors
 /// [`StoreError::Unavailable`].
-pub async fn load(store: &dyn Store) -> Result<Loaded, StoreError> {
+pub async fn load(store: &dyn Store, keys: &RecordKeys) -> Result<Loaded, StoreError> {
     let names = folders(store, PREFIX).await?;
     let folders = stream::iter(names).map(|name| async move {
         let snapshot = store.range(&format!("{PREFIX}{name}/")).await?;
@@ -200,8 +207,12 @@ pub async fn load(store: &dyn Store) -> Result<Loaded, StoreError> {
     let mut folders = folders.buffered(READ_AHEAD);
     let mut loaded = Loaded::default();
     while let Some((name, entries)) = folders.next().await.transpose()? {
-        match read(&name, &entries) {
-            Ok(Some(rollout)) => loaded.rollouts.push(rollout),
+        match read(&name, &entries, keys) {
+            Ok(Some(rollout)) => {
+                let run = &rollout.0.header().run;
+                loaded.resigned.extend(resigned(&name, run, &entries, keys));
+                loaded.rollouts.push(rollout);
+            }
             Ok(None) => {
                 let mut entries = entries;
                 entries.retain(|entry| is_own_key(&name, &entry.key));
@@ -211,7 +222,7 @@ pub async fn load(store: &dyn Store) -> Result<Loaded, StoreError> {
             }
             Err(why) => {
                 let why = bounded(&why);
-                if is_over(&name, &entries) {
+                if is_over(&name, &entries, keys) {
                     loaded.over.insert(name.clone());
                 }
                 loaded.unreadable.push(Unreadable { name, why });
@@ -222,18 +233,37 @@ pub async fn load(store: &dyn Store) -> Result<Loaded, StoreError> {
 }
 
 /// Returns whether the header of a rollout that cannot be read says that the rollout is over.
-fn is_over(name: &str, entries: &[Entry]) -> bool {
+fn is_over(name: &str, entries: &[Entry], keys: &RecordKeys) -> bool {
     let key = header_key(name);
     let header = entries.iter().find(|entry| entry.key == key);
-    header.is_some_and(|entry| record::is_over(&entry.value, name))
+    let header = header.and_then(|entry| keys.open(&key, &entry.value).ok());
+    header.is_some_and(|header| record::is_over(header.value, name))
+}
+
+/// Returns the writes of a rollout's records that are to be signed by the first key.
+fn resigned(name: &str, run: &str, entries: &[Entry], keys: &RecordKeys) -> Vec<Write> {
+    let mut writes = Vec::new();
+    for Entry { key, value, .. } in entries {
+        if is_own_key(name, key)
+            && let Ok(opened) = keys.open(key, value)
+            && !opened.is_current
+        {
+            let again = put(key.clone(), opened.value.to_vec());
+            writes.extend(keys.signed(opened.run.unwrap_or(run), vec![again]));
+        }
+    }
+    writes
 }
 
 /// Reads the entries of a rollout; `None` if they have no header.
-fn read(name: &str, entries: &[Entry]) -> Result<Option<(Rollout, Spec)>, String> {
-    let records = entries.iter().map(|entry| (&*entry.key, &*entry.value));
-    let records = Records(records.collect());
+fn read(
+    name: &str,
+    entries: &[Entry],
+    keys: &RecordKeys,
+) -> Result<Option<(Rollout, Spec)>, String> {
+    let mut records = Records::open(name, entries, keys)?;
     let key = header_key(name);
-    if !records.0.contains_key(&*key) {
+    if !records.opened.contains_key(&*key) {
         return Ok(None);
     }
     let header: Header = records.read(&key, record::decode)?;
@@ -243,12 +273,16 @@ fn read(name: &str, entries: &[Entry]) -> Result<Option<(Rollout, Spec)>, String
             "the value of the key {key} is of rollout {other:?}"
         ));
     }
-    let spec = records.read(&spec_key(name), |value| {
-        let spec = Spec::parse(record::decode_spec(value)?);
+    records.run = Some(header.run.clone());
+    records.check_run(&key)?;
+    let spec_key = spec_key(name);
+    records.check_run(&spec_key)?;
+    let spec = records.read(&spec_key, |value| {
+        let spec = Spec::parse_stored(record::decode_spec(value)?);
         spec.map_err(|error| record::Unreadable::Malformed(error.to_string()))
     })?;
     let mut sets = KeySets::default();
-    for key in records.0.keys().filter(|key| is_own_key(name, key)) {
+    for key in records.opened.keys() {
         if let Some(digest) = key.strip_prefix(&set_key(name, "")) {
             let set = records.read(key, |value| record::decode_set(value, digest))?;
             sets.shared(Arc::new(set));
@@ -256,9 +290,9 @@ fn read(name: &str, entries: &[Entry]) -> Result<Option<(Rollout, Spec)>, String
     }
     let stored_sets = sets.digests();
     let member = |index| {
-        records.read(&member_key(name, index), |value| {
-            record::decode_member(value, &sets)
-        })
+        let key = member_key(name, index);
+        records.check_run(&key)?;
+        records.read(&key, |value| record::decode_member(value, &sets))
     };
     let members = (0..header.members).map(member);
     let members = members.collect::<Result<Vec<Member>, _>>()?;
@@ -267,19 +301,51 @@ fn read(name: &str, entries: &[Entry]) -> Result<Option<(Rollout, Spec)>, String
     Ok(Some((rollout, spec)))
 }
 
-/// The values of a rollout by their keys.
-struct Records<'e>(BTreeMap<&'e str, &'e [u8]>);
+/// The verified records of a rollout by their keys.
+struct Records<'e> {
+    opened: BTreeMap<&'e str, Opened<'e>>,
+    /// The rollout's random text, once it is known.
+    run: Option<String>,
+}
 
 impl<'e> Records<'e> {
+    /// Verifies all records that this program writes for the rollout.
+    fn open(name: &str, entries: &'e [Entry], keys: &RecordKeys) -> Result<Self, String> {
+        let own = entries.iter().filter(|entry| is_own_key(name, &entry.key));
+        let open = |entry: &'e Entry| {
+            let opened = keys.open(&entry.key, &entry.value);
+            let opened = opened.map_err(|why| not_authentic(&entry.key, why))?;
+            Ok((&*entry.key, opened))
+        };
+        Ok(Self {
+            opened: own.map(open).collect::<Result<_, String>>()?,
+            run: None,
+        })
+    }
+
+    /// Checks that the record was written for this rollout, and not for another one that had the
+    /// same name.
+    fn check_run(&self, key: &str) -> Result<(), String> {
+        let run = self.opened.get(key).and_then(|record| record.run);
+        match run.is_none() || run == self.run.as_deref() {
+            true => Ok(()),
+            false => Err(not_authentic(key, NotAuthentic::OtherRun)),
+        }
+    }
+
     fn read<T>(
         &self,
         key: &str,
         decode: impl FnOnce(&'e [u8]) -> Result<T, record::Unreadable>,
     ) -> Result<T, String> {
-        let value = self.0.get(key);
-        let value = value.ok_or_else(|| format!("the key {key} is missing in the store"))?;
-        decode(value).map_err(|why| format!("the value of the key {key} {why}"))
+        let record = self.opened.get(key);
+        let record = record.ok_or_else(|| format!("the key {key} is missing in the store"))?;
+        decode(record.value).map_err(|why| format!("the value of the key {key} {why}"))
     }
+}
+
+fn not_authentic(key: &str, why: NotAuthentic) -> String {
+    format!("the value of the key {key} {why}")
 }
 
 #[cfg(test)]

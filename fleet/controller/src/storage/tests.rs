@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
+mod authentic;
 mod records;
 #[path = "../../tests/processes/samples.rs"]
 mod samples;
@@ -129,7 +130,7 @@ async fn a_rollout_that_cannot_be_read_is_named_and_the_others_are_loaded() {
             None => Write::Delete { key },
         };
         write(&store, vec![change]).await;
-        let loaded = load(&store).await.expect("loaded");
+        let loaded = load(&store, &RecordKeys::default()).await.expect("loaded");
         if why.is_empty() {
             assert_eq!(names(&loaded), ["a", "broken", "c"]);
             continue;
@@ -158,7 +159,7 @@ async fn what_is_left_of_a_plan_or_a_deletion_is_found_and_foreign_keys_are_kept
     let foreign = foreign.map(|key| format!("{PREFIX}{key}"));
     writes.extend(foreign.iter().map(|key| put(key.clone(), vec![])));
     write(&store, writes).await;
-    let loaded = load(&store).await.expect("loaded");
+    let loaded = load(&store, &RecordKeys::default()).await.expect("loaded");
     assert!(loaded.rollouts.is_empty() && loaded.unreadable.is_empty());
     let set = rollout("half", 2, 1).members()[0]
         .plan
@@ -285,7 +286,7 @@ async fn an_unreadable_rollout_is_over_if_its_header_says_so() {
         let header = header("phase", phase);
         let key = "rollouts/broken/header".to_owned();
         write(&store, vec![put(key, header.into_bytes())]).await;
-        let loaded = load(&store).await.expect("loaded");
+        let loaded = load(&store, &RecordKeys::default()).await.expect("loaded");
         assert_eq!(loaded.unreadable.len(), 1);
         assert_eq!(loaded.over.contains("broken"), is_over);
     }

@@ -102,14 +102,14 @@ async fn foreign_keys_in_etcd_are_neither_used_nor_deleted() {
     };
     // These entries exist before the controller lists the registry, and others appear while it
     // watches.
-    put("fleet/registry/hosts/garbage", "not JSON").await;
+    put("fleet/registry/garbage/host", "not JSON").await;
     put("fleet/registry/notes", "x").await;
     put("fleet/rollouts/notes", "x").await;
     put("fleet/notes", "x").await;
     let replica = fleet.replica("replica", &[]);
     let digest = replica.plan("net", &spec("waves: [{size: rest}]"), 2).await;
-    put("fleet/registry/hosts/late", "{\"machine\": 1}").await;
-    put("fleet/registry/guests/host-0/web-9/x", "x").await;
+    put("fleet/registry/late/host", "{\"machine\": 1}").await;
+    put("fleet/registry/host-0/guests/web-9/x", "x").await;
     let start = v1::StartRequest {
         rollout: "net".to_owned(),
         digest,
@@ -120,8 +120,8 @@ async fn foreign_keys_in_etcd_are_neither_used_nor_deleted() {
     let names: Vec<&str> = hosts.iter().map(|host| host.name.as_str()).collect();
     assert_eq!(names, ["host-0"]);
     for key in [
-        "registry/hosts/garbage",
-        "registry/hosts/late",
+        "registry/garbage/host",
+        "registry/late/host",
         "rollouts/notes",
         "notes",
     ] {

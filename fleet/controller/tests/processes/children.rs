@@ -15,9 +15,10 @@ use patchbay_service::trace::Tracing;
 
 fn etcd_tls() -> TlsFiles {
     let folder = PathBuf::from(variable("ETCD_CERTS"));
+    let host = variable("HOST_NAME");
     TlsFiles {
-        certificate: folder.join("fleet.pem"),
-        key: folder.join("fleet.key"),
+        certificate: folder.join(format!("{host}.pem")),
+        key: folder.join(format!("{host}.key")),
         ca: folder.join("ca.pem"),
     }
 }

@@ -32,8 +32,9 @@ impl Etcd {
         etcd.run().await
     }
 
-    /// Starts one member that identifies its clients by their certificates. User "fleet" may write
-    /// the controller's keys, and "stranger" may not. `None` without etcd and etcdctl.
+    /// Starts one member that identifies its clients by their certificates. The users "fleet",
+    /// "host-0" and "host-1" have the roles of a controller and of hosts, and "stranger" has none.
+    /// `None` without etcd and etcdctl.
     pub async fn start_with_users() -> Option<Self> {
         if Command::new("etcdctl").arg("version").output().is_err() {
             eprintln!("SKIPPED: no etcdctl on this machine; apt-get install etcd-client");
@@ -41,7 +42,7 @@ impl Etcd {
         }
         let etcd = Self::prepare(1, true)?;
         certs::init(&etcd.certs(), certs::DEFAULT_TRUST_DOMAIN).expect("a CA");
-        for name in ["member", "root", "fleet", "stranger"] {
+        for name in ["member", "root", "fleet", "host-0", "host-1", "stranger"] {
             let request = certs::Request {
                 name: name.to_owned(),
                 hosts: vec!["127.0.0.1".to_owned()],
@@ -55,14 +56,19 @@ impl Etcd {
             "user add root --no-password",
             "user grant-role root root",
             "user add stranger --no-password",
-            "user add fleet --no-password",
-            "role add fleet",
-            "role grant-permission fleet --prefix=true readwrite /patchbay/fleet/",
-            "user grant-role fleet fleet",
-            "auth enable",
         ] {
             etcd.ctl(words);
         }
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/etcd-roles.sh");
+        let printed = Command::new("sh")
+            .args([script, "fleet", "host-0", "host-1"])
+            .output()
+            .expect("a shell");
+        assert!(printed.status.success(), "{printed:?}");
+        for line in String::from_utf8_lossy(&printed.stdout).lines() {
+            etcd.ctl(line.strip_prefix("etcdctl ").expect("a command"));
+        }
+        etcd.ctl("auth enable");
         Some(etcd)
     }
 

@@ -18,6 +18,7 @@ use tonic::Status;
 use tonic::transport::Channel;
 
 use super::etcd::Etcd;
+use super::gate_file;
 
 /// Timeout of the tests' waits, which no correct run reaches.
 pub const PATIENCE: Duration = Duration::from_secs(120);
@@ -165,10 +166,9 @@ impl ProcessFleet {
             .spawn();
         self.hosts[host] = Some(Process(child.expect("starts")));
         // The lease of the first process expires.
-        self.stored("registry/hosts/", 1).await;
-        self.registered(1, self.per_host).await;
-        self.stored(&format!("registry/hosts/host-{host}-tls"), 1)
+        self.stored(&format!("registry/host-{host}-tls/"), 1, self.per_host)
             .await;
+        self.registered(1, self.per_host).await;
     }
 
     /// Returns a command that runs this program as the child `test`.
@@ -219,24 +219,26 @@ impl ProcessFleet {
 
     /// Waits until the registry has this many hosts and guests.
     pub async fn registered(&self, hosts: usize, guests: usize) {
-        self.stored("registry/hosts/", hosts).await;
-        self.stored("registry/guests/", guests).await;
+        self.stored("registry/", hosts, guests).await;
     }
 
-    async fn stored(&self, prefix: &str, count: usize) {
+    async fn stored(&self, prefix: &str, hosts: usize, guests: usize) {
         let store = self.etcd.store();
         let reached = async {
             loop {
-                if let Ok(found) = store.range(prefix).await
-                    && found.entries.len() == count
-                {
-                    return;
+                if let Ok(found) = store.range(prefix).await {
+                    let keys = found.entries.iter();
+                    let (of_hosts, of_guests): (Vec<_>, Vec<_>) =
+                        keys.partition(|entry| entry.key.ends_with("/host"));
+                    if (of_hosts.len(), of_guests.len()) == (hosts, guests) {
+                        return;
+                    }
                 }
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         };
         let reached = tokio::time::timeout(PATIENCE, reached).await;
-        reached.unwrap_or_else(|_| panic!("never {count} keys under {prefix}"));
+        reached.unwrap_or_else(|_| panic!("never {hosts} hosts and {guests} guests in {prefix}"));
     }
 
     pub fn replica(&self, name: &str, more: &[&str]) -> Replica {
@@ -253,8 +255,19 @@ impl ProcessFleet {
             .arg(self.path(&format!("{name}.sock")));
         command.args(["--lease-seconds", "1"]);
         command.args(self.etcd.options_of(user));
+        command.arg("--gates").arg(self.path("gates.d"));
         command.envs(self.variables.iter().cloned());
         command
+    }
+
+    /// Writes the command of a gate, which runs this script as the user of the test.
+    pub fn gate(&self, name: &str, script: &str) {
+        let user = match rustix::process::geteuid().is_root() {
+            true => "user: root\n",
+            false => "",
+        };
+        let text = format!("command: [/bin/sh, -c, '{script}']\n{user}timeout: 1h\n");
+        gate_file::write(&self.path("gates.d"), name, &text);
     }
 
     /// Returns the changes in a guest's audit log: the counts of "alpha" before and after.

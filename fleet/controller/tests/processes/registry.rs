@@ -13,7 +13,7 @@ async fn of_two_hosts_with_one_name_the_second_waits_for_the_first_to_go() {
         return;
     };
     let store = fleet.etcd.store();
-    let key = "registry/hosts/host-0";
+    let key = "registry/host-0/host";
     let first = store.get(key).await.expect("read").expect("registered");
     let mut changes = store.watch(key, first.modified + 1).await.expect("watched");
     std::fs::create_dir(fleet.path("run-1")).expect("created");

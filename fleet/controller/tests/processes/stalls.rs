@@ -48,12 +48,13 @@ impl Drop for GateCommand {
     }
 }
 
-/// Returns a gate whose command writes its process id and hangs.
-fn hanging(file: &Path, timeout: &str) -> String {
+/// Returns a spec with a gate whose command writes its process id and hangs.
+fn hanging(fleet: &ProcessFleet, file: &Path, timeout: &str) -> String {
     let script = format!("echo $$ > {}; exec sleep infinity", file.display());
+    fleet.gate("probe", &script);
     spec(&format!(
         "waves: [{{size: 1}}, {{size: rest}}]\n\
-         gates: [{{command: [sh, -c, \"{script}\"], timeout: {timeout}, patience: 1ms, on_failure: abort}}]"
+         gates: [{{command: probe, timeout: {timeout}, patience: 1ms, on_failure: abort}}]"
     ))
 }
 
@@ -64,7 +65,7 @@ async fn a_gate_that_hangs_is_killed_and_pauses_the_rollout() {
     };
     let replica = fleet.replica("replica", &[]);
     let file = fleet.path("gate.pid");
-    replica.start("net", &hanging(&file, "2s"), 2).await;
+    replica.start("net", &hanging(&fleet, &file, "2s"), 2).await;
     let gate = GateCommand::started(&file).await;
     let rollout = replica.wait("net", v1::Phase::Paused).await;
     assert!(
@@ -83,7 +84,7 @@ async fn a_gate_that_hangs_holds_up_no_abort() {
     };
     let replica = fleet.replica("replica", &[]);
     let file = fleet.path("gate.pid");
-    replica.start("net", &hanging(&file, "1h"), 2).await;
+    replica.start("net", &hanging(&fleet, &file, "1h"), 2).await;
     let _gate = GateCommand::started(&file).await;
     let rollout = "net".to_owned();
     let abort = v1::AbortRequest { rollout };

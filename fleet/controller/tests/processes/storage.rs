@@ -29,7 +29,9 @@ async fn guests_with_many_keys_are_stored_in_etcd() {
     }
     let refused = storage::planned(&mut rollout("huge", 1, 1, 20_000), &text);
     assert!(refused.is_err());
-    let loaded = storage::load(&store).await.expect("loaded");
+    let loaded = storage::load(&store, &storage::RecordKeys::default())
+        .await
+        .expect("loaded");
     assert_eq!(loaded.unreadable, []);
     for ((found, _), expected) in loaded.rollouts.iter().zip([("large", 3), ("many", 300)]) {
         let found = (&*found.header().name, found.members().len());

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use patchbay_fleet::controller::{Config, Controller, Leadership};
+use patchbay_fleet::gates::commands::Commands;
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
 use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
-use patchbay_fleet::storage::Archive;
+use patchbay_fleet::storage::{Archive, RecordKeys};
 use patchbay_fleet::store::{EmbeddedStore, Store};
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
@@ -19,6 +20,8 @@ use patchbay_service::testing::GuestLog;
 use patchbay_service::trace::{AgentSocket, Tracing, socket_path};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
+
+use super::gate_file;
 
 /// Timeout of the tests' waits, which no correct run reaches.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -146,7 +149,14 @@ impl Fleet {
                 folder: self.folder.path().join("archive"),
                 keep: Duration::from_secs(24 * 3600),
             },
+            commands: Commands::new(self.folder.path().join("gates.d")),
+            keys: RecordKeys::default(),
         }
+    }
+
+    /// Writes the file of a gate's command.
+    pub fn gate(&self, name: &str, text: &str) {
+        gate_file::write(&self.folder.path().join("gates.d"), name, text);
     }
 
     pub fn start_replica(&self, config: Config) -> Replica {

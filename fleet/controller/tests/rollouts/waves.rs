@@ -58,8 +58,9 @@ async fn a_failing_command_takes_the_canary_back() {
     let replica = fleet.replica("one");
     let text = spec(
         "waves: [{name: canary, size: 1}, {size: rest}]\n\
-         gates: [{command: [\"false\"], on_failure: abort}]",
+         gates: [{command: probe, on_failure: abort}]",
     );
+    fleet.gate("probe", "command: [/bin/false]");
     let running = replica.start("net", &text).await;
     assert_eq!(
         wait_for(&running, is_over).await,
@@ -81,8 +82,9 @@ async fn a_gate_that_hangs_is_ended_and_pauses_after_its_patience() {
     let replica = fleet.replica("one");
     let text = spec(
         "waves: [{size: rest}]\n\
-         gates: [{command: [\"sleep\", \"3600\"], timeout: 10ms, interval: 10ms, patience: 1ms, on_failure: pause}]",
+         gates: [{command: probe, timeout: 10ms, interval: 10ms, patience: 1ms, on_failure: pause}]",
     );
+    fleet.gate("probe", "command: [/bin/sleep, '3600']");
     let running = replica.start("net", &text).await;
     wait_for(&running, |phase| phase == Phase::Paused).await;
     let message = running.rollout().header().message.clone();

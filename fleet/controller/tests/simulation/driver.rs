@@ -378,7 +378,10 @@ impl World {
             self.count("driver deposed while stopped");
         }
         let fence = self.new_fence();
-        let loaded = self.runtime.block_on(storage::load(self.store.as_ref()));
+        let loaded = self.runtime.block_on(storage::load(
+            self.store.as_ref(),
+            &storage::RecordKeys::default(),
+        ));
         let mut loaded = loaded.expect("it is reached");
         assert_eq!(loaded.unreadable, [], "every record can be read");
         let (rollout, spec) = loaded.rollouts.pop().expect("one rollout");

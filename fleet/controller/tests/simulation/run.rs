@@ -287,7 +287,10 @@ impl World {
 
     /// Returns the rollout that is stored.
     fn stored(&mut self) -> Rollout {
-        let loaded = self.runtime.block_on(storage::load(self.store.as_ref()));
+        let loaded = self.runtime.block_on(storage::load(
+            self.store.as_ref(),
+            &storage::RecordKeys::default(),
+        ));
         let mut loaded = loaded.expect("the store is reached");
         assert_eq!(loaded.unreadable, [], "every record can be read");
         loaded.rollouts.pop().expect("one rollout").0

@@ -18,7 +18,7 @@ async fn load_fixture(text: &str) -> Loaded {
         records.map(|(key, value)| put(key, value)).collect(),
     )
     .await;
-    load(&store).await.expect("loaded")
+    load(&store, &RecordKeys::default()).await.expect("loaded")
 }
 
 /// The field `run` of the first of [`samples`].
@@ -279,7 +279,7 @@ async fn a_set_of_keys_that_is_missing_or_damaged_is_named() {
         let (_folder, store) = store().await;
         write(&store, writes.clone()).await;
         write(&store, vec![change]).await;
-        let loaded = load(&store).await.expect("loaded");
+        let loaded = load(&store, &RecordKeys::default()).await.expect("loaded");
         let said = &loaded.unreadable[0].why;
         assert!(said.contains(why), "{said}");
     }
@@ -303,7 +303,7 @@ async fn a_record_of_a_newer_version_is_left_alone_and_says_so() {
         }
         let key = format!("rollouts/net/{key}");
         write(&store, vec![put(key.clone(), value.into())]).await;
-        let loaded = load(&store).await.expect("loaded");
+        let loaded = load(&store, &RecordKeys::default()).await.expect("loaded");
         assert_eq!(names(&loaded), ["a"]);
         let why = format!(
             "the value of the key {key} has version 4, and this program reads up to 3; start the \

@@ -1,0 +1,44 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# Prints the commands that make a user of etcd with a role, for the controllers and for each host.
+#
+#     etcd-roles.sh [--etcd-root PREFIX] CONTROLLER [HOST...]
+#
+# CONTROLLER is the common name of the controllers' certificates for etcd. HOST is the --host-name of a patchbayd, and the
+# common name of its certificate for etcd.
+set -eu
+refuse() { echo "etcd-roles.sh: $1" >&2; exit 2; }
+
+root=/patchbay/fleet/
+if [ "${1-}" = --etcd-root ]; then
+    root=${2-}
+    shift; shift || refuse 'give the prefix'
+fi
+case $root in
+    *[!A-Za-z0-9_./-]*) refuse "$root has other characters than letters, digits, '-', '_', '.' and '/'" ;;
+    */) ;;
+    *) refuse "the prefix $root does not end with a slash" ;;
+esac
+controller=${1-}
+[ $# -eq 0 ] || shift
+# The output is commands of a shell.
+for name in "$controller" "$@"; do
+    case $name in
+        ''|*[!A-Za-z0-9_.-]*) refuse "\"$name\" is no name of letters, digits, '-', '_' and '.'" ;;
+        root) refuse 'etcd gives the user root all rights; give the host or controller another name' ;;
+    esac
+done
+for host in "$@"; do
+    [ "$host" != "$controller" ] || refuse "a host cannot have the name $host of the controllers"
+done
+
+role() {
+    echo "etcdctl user add $1 --no-password"
+    echo "etcdctl role add $1"
+    echo "etcdctl role grant-permission $1 --prefix=true readwrite $2"
+    echo "etcdctl user grant-role $1 $1"
+}
+role "$controller" "$root"
+for host in "$@"; do
+    role "$host" "${root}registry/$host/"
+done

@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Runs the commands of gates. A spec names a command, and the controller's own configuration has
+//! it, because specs come from people who have no account on the controller's machine, and records
+//! from a store that others may write.
+//!
+//! The file NAME.yaml in the folder of `--gates` has one command:
+//!
+//! ```yaml
+//! command: [/usr/local/bin/probe, web]
+//! user: probe                    # nobody by default
+//! timeout: 30s                   # 60s by default
+//! environment: {PROBE_ZONE: eu}
+//! ```
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{ExitStatus, Stdio};
+use std::sync::Arc;
+
+use nix::unistd::User;
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
+use serde::Deserialize;
+use tokio::process::{Child, Command};
+
+use super::{Asking, Obstacle};
+use crate::rollout::WaveGateKind;
+use crate::spec::{Duration, Spec};
+use crate::trusted::{self, Forbidden, NotTrusted};
+
+/// The default folder of the files.
+pub const DEFAULT_FOLDER: &str = "/etc/patchbay/gates.d";
+/// The timeout of a command if its file gives none.
+const DEFAULT_TIMEOUT_MS: u64 = 60_000;
+/// The user of a command if its file gives none and the controller is root.
+const DEFAULT_USER: &str = "nobody";
+const SEARCH_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
+const MAX_NAME_BYTES: usize = 64;
+const MAX_FILE_BYTES: u64 = 64 << 10;
+
+/// The commands that gates may name.
+#[derive(Clone, Debug)]
+pub struct Commands(Arc<Path>);
+
+impl Default for Commands {
+    fn default() -> Self {
+        Self::new(PathBuf::from(DEFAULT_FOLDER))
+    }
+}
+
+/// The reason why a command cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error("command {name} of a gate cannot be used: {why}")]
+pub struct NotUsable {
+    name: String,
+    why: Why,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum Why {
+    #[error("{} is not used: {error}", .path.display())]
+    NotTrusted { path: PathBuf, error: NotTrusted },
+    #[error("{} is malformed: {error}", .path.display())]
+    Malformed {
+        path: PathBuf,
+        error: serde_yaml_ng::Error,
+    },
+    #[error("{0:?} is no name of 1 to 64 letters, digits, '-' and '_'")]
+    Name(String),
+    #[error("{0:?} is no absolute path of a program")]
+    Program(String),
+    #[error("{0:?} is no name of a variable")]
+    Variable(String),
+    #[error("there is no user {0:?} on this machine")]
+    NoUser(String),
+    #[error("the user {name:?} cannot be looked up: {error}")]
+    Lookup { name: String, error: nix::Error },
+    #[error(
+        "the controller runs as uid {own}, and only root can run it as {name}; leave `user` out"
+    )]
+    OtherUser { own: u32, name: String },
+    #[error("the file cannot be read: {0}")]
+    Task(tokio::task::JoinError),
+}
+
+/// A file of the folder.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CommandFile {
+    command: Vec<String>,
+    user: Option<String>,
+    timeout: Option<Duration>,
+    #[serde(default)]
+    environment: BTreeMap<String, String>,
+}
+
+/// A command with the user that runs it.
+struct Usable {
+    program: String,
+    arguments: Vec<String>,
+    /// The user and the group; `None` if these are the controller's.
+    user: Option<(u32, u32)>,
+    timeout: std::time::Duration,
+    environment: BTreeMap<String, String>,
+}
+
+/// Returns whether a command may have this name, which is a part of a path.
+pub fn is_name(name: &str) -> bool {
+    let is_letter = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
+    !name.is_empty() && name.len() <= MAX_NAME_BYTES && name.bytes().all(is_letter)
+}
+
+impl Commands {
+    /// Uses the files of this folder, which are read whenever a command is used.
+    pub fn new(folder: PathBuf) -> Self {
+        Self(folder.into())
+    }
+
+    /// Checks the commands that the gates of a spec name.
+    ///
+    /// # Errors
+    /// [`NotUsable`].
+    pub async fn check(&self, spec: &Spec) -> Result<(), NotUsable> {
+        for gate in &spec.gates {
+            if let WaveGateKind::NamedCommand { name, .. } = &gate.0.kind {
+                self.read(name).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs a command, which must exit with status 0. Dropping the future kills its processes.
+    pub(super) async fn run(&self, name: &str, asking: &Asking<'_>) -> Result<(), Obstacle> {
+        let usable = self.read(name).await;
+        let usable = usable.map_err(|error| format!("cannot be used: {}", error.why))?;
+        let group = Group::spawn(usable.command(asking));
+        let group = group.map_err(|error| format!("cannot be started: {error}"))?;
+        let ended = tokio::time::timeout(usable.timeout, group.ended()).await;
+        let limit = usable.timeout.as_millis();
+        let status = ended.map_err(|_| format!("did not end within {limit} ms"))?;
+        match status {
+            Ok(status) if status.success() => Ok(()),
+            Ok(status) => Err(Obstacle::Failed(format!("ended with {status}"))),
+            Err(error) => Err(format!("cannot be waited for: {error}").into()),
+        }
+    }
+
+    async fn read(&self, name: &str) -> Result<Usable, NotUsable> {
+        let (folder, owned) = (Arc::clone(&self.0), name.to_owned());
+        // Users may be looked up over the network.
+        let read = tokio::task::spawn_blocking(move || read(&folder, &owned)).await;
+        let name = name.to_owned();
+        read.unwrap_or_else(|error| Err(Why::Task(error)))
+            .map_err(|why| NotUsable { name, why })
+    }
+}
+
+fn read(folder: &Path, name: &str) -> Result<Usable, Why> {
+    if !is_name(name) {
+        return Err(Why::Name(name.to_owned()));
+    }
+    let path = folder.join(format!("{name}.yaml"));
+    trusted::check_folder(folder).map_err(|error| {
+        let path = folder.to_owned();
+        Why::NotTrusted { path, error }
+    })?;
+    let content = match trusted::read(&path, Forbidden::Write, MAX_FILE_BYTES) {
+        Ok(content) => content,
+        Err(error) => return Err(Why::NotTrusted { path, error }),
+    };
+    let file: CommandFile = match serde_yaml_ng::from_slice(&content) {
+        Ok(file) => file,
+        Err(error) => return Err(Why::Malformed { path, error }),
+    };
+    usable(file)
+}
+
+fn usable(file: CommandFile) -> Result<Usable, Why> {
+    let mut words = file.command.into_iter();
+    let program = words.next().unwrap_or_default();
+    if !program.starts_with('/') {
+        return Err(Why::Program(program));
+    }
+    let is_letter = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let is_variable = |name: &&String| !name.is_empty() && name.chars().all(is_letter);
+    if let Some(name) = file.environment.keys().find(|name| !is_variable(name)) {
+        return Err(Why::Variable(name.clone()));
+    }
+    let timeout_ms = file.timeout.map_or(DEFAULT_TIMEOUT_MS, Duration::millis);
+    Ok(Usable {
+        program,
+        arguments: words.collect(),
+        user: user(file.user)?,
+        timeout: std::time::Duration::from_millis(timeout_ms),
+        environment: file.environment,
+    })
+}
+
+/// Returns the user and group of a command whose file names this user; `None` for those of the
+/// controller.
+fn user(name: Option<String>) -> Result<Option<(u32, u32)>, Why> {
+    let own = rustix::process::geteuid().as_raw();
+    if own != 0 && name.is_none() {
+        return Ok(None);
+    }
+    let name = name.unwrap_or_else(|| DEFAULT_USER.to_owned());
+    match User::from_name(&name) {
+        Ok(Some(user)) if own == 0 => Ok(Some((user.uid.as_raw(), user.gid.as_raw()))),
+        Ok(Some(user)) if user.uid.as_raw() == own => Ok(None),
+        Ok(Some(_)) => Err(Why::OtherUser { own, name }),
+        Ok(None) => Err(Why::NoUser(name)),
+        Err(error) => Err(Why::Lookup { name, error }),
+    }
+}
+
+impl Usable {
+    fn command(&self, asking: &Asking<'_>) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(&self.arguments);
+        command.current_dir("/");
+        command.env_clear().env("PATH", SEARCH_PATH);
+        command.envs(&self.environment);
+        command.env("PATCHBAY_ROLLOUT", asking.rollout);
+        command.env("PATCHBAY_WAVE", asking.wave);
+        command.stdin(Stdio::null());
+        command.stdout(Stdio::null()).stderr(Stdio::null());
+        if let Some((user, group)) = self.user {
+            // With this, the standard library drops the supplementary groups of root too.
+            command.uid(user).gid(group);
+        }
+        command
+    }
+}
+
+/// The process group of a command, which is killed on drop.
+struct Group {
+    child: Child,
+    /// The id of the group, which is that of its first process; `None` once the process has been
+    /// waited for, because another group may have the id then.
+    id: Option<Pid>,
+}
+
+impl Group {
+    fn spawn(mut command: Command) -> io::Result<Self> {
+        // Descriptors that the controller has inherited lack the flag that its own have.
+        close_fds::set_fds_cloexec_threadsafe(3, &[]);
+        let child = command.process_group(0).kill_on_drop(true).spawn()?;
+        let id = child.id().and_then(|id| i32::try_from(id).ok());
+        let id = id.and_then(Pid::from_raw);
+        Ok(Self { child, id })
+    }
+
+    /// Waits until the command has ended, and kills what it has started.
+    async fn ended(mut self) -> io::Result<ExitStatus> {
+        if let Some(id) = self.id {
+            // The process keeps its id, and thus the group keeps its own, until it is waited for
+            // without NOWAIT. If this future is dropped, the process is killed and the thread ends.
+            let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+            let ends = move || waitid(WaitId::Pid(id), options);
+            tokio::task::spawn_blocking(ends).await??;
+        }
+        self.kill();
+        self.child.wait().await
+    }
+
+    /// Kills the processes of the group, whose first one has not been waited for.
+    fn kill(&mut self) {
+        if let Some(id) = self.id.take() {
+            // There may be no process left.
+            let _ = kill_process_group(id, Signal::KILL);
+        }
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+#[cfg(test)]
+mod tests;

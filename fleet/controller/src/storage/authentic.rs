@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Authenticates records, so that a user of etcd who is no controller cannot write one.
+//!
+//! A record of a controller with a key has a line before its value:
+//!
+//! ```text
+//! patchbay-hmac-sha256 MAC RUN
+//! ```
+//!
+//! MAC is the HMAC-SHA-256 of the record's key in the store, RUN and the value. RUN is the random
+//! text of the rollout, by which records of two rollouts with the same name are told apart. An
+//! older record of the same rollout has a right MAC too.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use hmac::{Hmac, Mac};
+use patchbay_proto::text::hex;
+use sha2::Sha256;
+
+use crate::store::Write;
+use crate::trusted::{self, Forbidden, NotTrusted};
+
+/// The beginning of an authenticated record.
+const BEGINNING: &[u8] = b"patchbay-hmac-sha256 ";
+/// The first input of each MAC, so that no other use of a key gives the same.
+const PURPOSE: &[u8] = b"patchbay record";
+const MIN_KEY_BYTES: usize = 32;
+const MAX_KEY_BYTES: u64 = 4096;
+const MAC_BYTES: usize = 32;
+
+/// The keys of the controllers. Without one, records are not authenticated.
+#[derive(Clone, Default)]
+pub struct RecordKeys {
+    /// The first one signs, and each of them verifies.
+    keys: Arc<[Hmac<Sha256>]>,
+    adopts: bool,
+}
+
+/// The reason why the keys cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum NoKey {
+    #[error("the record key {} is not used: {error}", .path.display())]
+    NotTrusted { path: PathBuf, error: NotTrusted },
+    #[error(
+        "the record key {} has {bytes} bytes, and at least {MIN_KEY_BYTES} are needed; make one \
+         with `openssl rand -out FILE {MIN_KEY_BYTES}`", .path.display()
+    )]
+    Short { path: PathBuf, bytes: usize },
+}
+
+/// The reason why a record is not taken for one of this controller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotAuthentic {
+    #[error("is authenticated, and this controller has no key; give it --record-key")]
+    NoKey,
+    #[error(
+        "is not authenticated; if it is of the time before --record-key, run the controller once \
+         with --adopt-unsigned-records"
+    )]
+    Unsigned,
+    #[error(
+        "has a wrong HMAC: it was changed or moved, or the controller that wrote it has another \
+         --record-key"
+    )]
+    Wrong,
+    #[error("is of another rollout that had the same name")]
+    OtherRun,
+}
+
+/// A record that was verified.
+#[derive(Clone, Copy, Debug)]
+pub struct Opened<'e> {
+    pub value: &'e [u8],
+    /// The rollout's random text; `None` if the record is not authenticated.
+    pub run: Option<&'e str>,
+    /// True if the record is as this controller writes it.
+    pub is_current: bool,
+}
+
+impl RecordKeys {
+    /// Reads the files of the keys. The first key signs, and each of them verifies.
+    ///
+    /// # Errors
+    /// [`NoKey`].
+    pub fn read(files: &[PathBuf]) -> Result<Self, NoKey> {
+        let keys = files.iter().map(|path| read_key(path));
+        Ok(Self {
+            keys: keys.collect::<Result<_, _>>()?,
+            adopts: false,
+        })
+    }
+
+    /// Accepts also records that are not authenticated, to sign them.
+    #[must_use]
+    pub fn adopting(mut self) -> Self {
+        self.adopts = true;
+        self
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.keys.is_empty()
+    }
+
+    /// Returns the writes of a rollout with this random text, with authenticated values.
+    pub fn signed(&self, run: &str, mut writes: Vec<Write>) -> Vec<Write> {
+        let Some(signing) = self.keys.first() else {
+            return writes;
+        };
+        for write in &mut writes {
+            if let Write::Put { key, value, .. } = write {
+                let mac = mac(signing, key, run, value).finalize().into_bytes();
+                let line = [hex(&mac).as_bytes(), b" ", run.as_bytes(), b"\n"].concat();
+                *value = [BEGINNING, &line, value].concat();
+            }
+        }
+        writes
+    }
+
+    /// Verifies the record with this key in the store.
+    ///
+    /// # Errors
+    /// [`NotAuthentic`].
+    pub fn open<'e>(&self, key: &str, record: &'e [u8]) -> Result<Opened<'e>, NotAuthentic> {
+        let Some(rest) = record.strip_prefix(BEGINNING) else {
+            return match self.keys.is_empty() || self.adopts {
+                true => Ok(Opened {
+                    value: record,
+                    run: None,
+                    is_current: self.keys.is_empty(),
+                }),
+                false => Err(NotAuthentic::Unsigned),
+            };
+        };
+        if self.keys.is_empty() {
+            return Err(NotAuthentic::NoKey);
+        }
+        let (found, run, value) = parse(rest).ok_or(NotAuthentic::Wrong)?;
+        let is_of = |one: &Hmac<Sha256>| mac(one, key, run, value).verify_slice(&found).is_ok();
+        let by = self.keys.iter().position(is_of);
+        Ok(Opened {
+            value,
+            run: Some(run),
+            is_current: by.ok_or(NotAuthentic::Wrong)? == 0,
+        })
+    }
+}
+
+fn read_key(path: &Path) -> Result<Hmac<Sha256>, NoKey> {
+    let path = path.to_owned();
+    let key = match trusted::read(&path, Forbidden::All, MAX_KEY_BYTES) {
+        Ok(key) => key,
+        Err(error) => return Err(NoKey::NotTrusted { path, error }),
+    };
+    let bytes = key.len();
+    match Hmac::new_from_slice(&key) {
+        Ok(hmac) if bytes >= MIN_KEY_BYTES => Ok(hmac),
+        _ => Err(NoKey::Short { path, bytes }),
+    }
+}
+
+/// Returns the MAC of a record. The lengths keep one part from being taken for another.
+fn mac(hmac: &Hmac<Sha256>, key: &str, run: &str, value: &[u8]) -> Hmac<Sha256> {
+    let mut hmac = hmac.clone();
+    for part in [PURPOSE, key.as_bytes(), run.as_bytes(), value] {
+        hmac.update(&(part.len() as u64).to_be_bytes());
+        hmac.update(part);
+    }
+    hmac
+}
+
+/// Returns the MAC, the rollout's random text and the value of a record after its beginning.
+fn parse(rest: &[u8]) -> Option<([u8; MAC_BYTES], &str, &[u8])> {
+    let (digits, rest) = rest.split_at_checked(2 * MAC_BYTES)?;
+    let mut mac = [0; MAC_BYTES];
+    for (byte, pair) in mac.iter_mut().zip(digits.chunks_exact(2)) {
+        let pair = std::str::from_utf8(pair).ok()?;
+        *byte = u8::from_str_radix(pair, 16).ok()?;
+    }
+    let rest = rest.strip_prefix(b" ")?;
+    let end = rest.iter().position(|&byte| byte == b'\n')?;
+    let (run, value) = rest.split_at(end);
+    Some((mac, std::str::from_utf8(run).ok()?, &value[1..]))
+}

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Reads files that decide what the controller does. Only root and the controller's user may be
+//! able to write them.
+
+use std::fs::{File, Metadata, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::Path;
+
+/// The permissions that nobody but the owner may have.
+#[derive(Clone, Copy, Debug)]
+pub enum Forbidden {
+    Write,
+    All,
+}
+
+/// The reason why a file or a folder is not used.
+#[derive(Debug, thiserror::Error)]
+pub enum NotTrusted {
+    #[error("it cannot be read: {0}")]
+    Read(#[from] io::Error),
+    #[error("it is no regular file")]
+    NoFile,
+    #[error("it is no folder")]
+    NoFolder,
+    #[error("it has more than {0} bytes")]
+    TooLarge(u64),
+    #[error(
+        "it belongs to uid {owner}, who could change it; give it to root or to the controller's \
+         user, uid {own}"
+    )]
+    Owner { owner: u32, own: u32 },
+    #[error("it has mode {mode:04o}, and others than its owner can write it; run `chmod go-w`")]
+    Writable { mode: u32 },
+    #[error("it has mode {mode:04o}, and others than its owner have access; run `chmod go=`")]
+    Accessible { mode: u32 },
+}
+
+/// Reads a file of at most this many bytes.
+///
+/// # Errors
+/// [`NotTrusted`].
+pub fn read(path: &Path, forbidden: Forbidden, most: u64) -> Result<Vec<u8>, NotTrusted> {
+    // A FIFO does not block, and is refused.
+    let nonblock = i32::try_from(rustix::fs::OFlags::NONBLOCK.bits()).unwrap_or(0);
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(nonblock)
+        .open(path)?;
+    // The checks are of the open file, which no other can replace.
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
+        return Err(NotTrusted::NoFile);
+    }
+    check(&metadata, forbidden)?;
+    let mut content = Vec::new();
+    file.take(most + 1).read_to_end(&mut content)?;
+    match content.len() as u64 > most {
+        true => Err(NotTrusted::TooLarge(most)),
+        false => Ok(content),
+    }
+}
+
+/// Checks a folder, in which others could replace files.
+///
+/// # Errors
+/// [`NotTrusted`].
+pub fn check_folder(path: &Path) -> Result<(), NotTrusted> {
+    let metadata = File::open(path)?.metadata()?;
+    match metadata.is_dir() {
+        true => check(&metadata, Forbidden::Write),
+        false => Err(NotTrusted::NoFolder),
+    }
+}
+
+fn check(metadata: &Metadata, forbidden: Forbidden) -> Result<(), NotTrusted> {
+    let (owner, own) = (metadata.uid(), rustix::process::geteuid().as_raw());
+    let mode = metadata.mode() & 0o7777;
+    if owner != 0 && owner != own {
+        return Err(NotTrusted::Owner { owner, own });
+    }
+    match forbidden {
+        Forbidden::Write if mode & 0o022 != 0 => Err(NotTrusted::Writable { mode }),
+        Forbidden::All if mode & 0o077 != 0 => Err(NotTrusted::Accessible { mode }),
+        _ => Ok(()),
+    }
+}
