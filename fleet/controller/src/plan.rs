@@ -46,6 +46,7 @@ pub async fn plan(
         waves: vec![],
         policy: spec.policy(),
         approvals: vec![],
+        started_by: String::new(),
         timeline: vec![TimelineEntry {
             time: now,
             principal: principal.to_owned(),

@@ -11,8 +11,10 @@ mod processes {
     mod faults;
     mod fleet;
     mod outages;
+    mod people;
     mod registry;
     mod samples;
+    mod setup;
     mod stalls;
     mod storage;
 }

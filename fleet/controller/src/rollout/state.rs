@@ -254,6 +254,10 @@ pub struct Header {
     pub waves: Vec<Wave>,
     pub policy: Policy,
     pub approvals: Vec<String>,
+    /// The principal that started the rollout; empty before, and in records of programs that did
+    /// not store it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub started_by: String,
     pub timeline: Vec<TimelineEntry>,
     pub members: usize,
     pub created: Millis,
@@ -268,6 +272,13 @@ impl Header {
     /// Returns the name of the owner of the rollout's claims.
     pub fn owner(&self) -> String {
         format!("rollout/{}/{}", self.name, self.run)
+    }
+
+    /// Returns the principal that planned the rollout.
+    pub fn planned_by(&self) -> &str {
+        // The first entry of a timeline is never removed.
+        let first = self.timeline.first();
+        first.map_or("", |entry| entry.principal.as_str())
     }
 
     /// Returns the trace that all changes of the rollout belong to. It is the trace of the call
@@ -312,6 +323,8 @@ pub(super) struct Run {
     /// The time of a member's latest change, and the number of times that its guest has booted
     /// again soon after one.
     pub(super) made: BTreeMap<usize, (Millis, u32)>,
+    /// The reason why guests that joined are not changed; empty if there is none.
+    pub(super) late: String,
     /// The parts that are to be stored.
     pub(super) changed: BTreeSet<usize>,
     pub(super) header_changed: bool,

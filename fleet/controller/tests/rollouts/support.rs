@@ -5,9 +5,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use patchbay_access::policy::LivePolicy;
+use patchbay_fleet::authority::Authority;
 use patchbay_fleet::controller::{Config, Controller, Leadership};
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
 use patchbay_fleet::inventory::Reach;
+use patchbay_fleet::leader::Leader;
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
 use patchbay_fleet::storage::Archive;
@@ -123,7 +126,11 @@ impl Fleet {
 
     pub fn config(&self, name: &str) -> Config {
         Config {
-            replica: name.to_owned(),
+            replica: Leader {
+                name: name.to_owned(),
+                address: None,
+            },
+            authority: self.authority(),
             hosts: self.hosts.clone(),
             reach: Reach::default(),
             lease_ttl: LEASE_TTL,
@@ -132,6 +139,14 @@ impl Fleet {
                 keep: Duration::from_secs(24 * 3600),
             },
         }
+    }
+
+    /// Returns an authority that allows everything to everybody.
+    fn authority(&self) -> Authority {
+        let file = self.folder.path().join("policy.yaml");
+        let rules = "rules: [{name: all, principals: ['*'], role: admin}]";
+        std::fs::write(&file, rules).expect("written");
+        Authority::new(LivePolicy::read(file).expect("good"), None)
     }
 
     pub fn start_replica(&self, config: Config) -> Replica {
