@@ -7,6 +7,7 @@
 use std::ffi::OsStr;
 use std::future::Future;
 use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use clap_complete::engine::{ArgValueCompleter, CompletionCandidate};
@@ -14,11 +15,12 @@ use patchbay_proto::fleet::v1 as fleet;
 use patchbay_proto::fleet::v1::rollout_service_client::RolloutServiceClient;
 use patchbay_proto::v1;
 
-use crate::args::target::Target;
+use crate::args::target::{FleetTarget, Target};
 use crate::client::selected::{Heard, Selected, endpoints, sockets_of};
-use crate::client::sockets::{CONTROLLER, CONTROLLER_VARIABLE, SOCKET_VARIABLE};
-use crate::client::{Client, channel, lists};
+use crate::client::sockets::{SOCKET_VARIABLE, variable};
+use crate::client::{Client, lists};
 use crate::names::is_glob;
+use crate::rollout::{self, replicas};
 
 /// Timeout for the names. It is short, because a user is waiting for the shell.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -87,16 +89,31 @@ pub fn events() -> ArgValueCompleter {
 pub fn rollouts() -> ArgValueCompleter {
     ArgValueCompleter::new(|current: &OsStr| {
         complete(current, async |_| {
-            let given = Words::of_this_process().value("--fleet-socket");
-            let named = || std::env::var(CONTROLLER_VARIABLE).ok();
-            let socket = given
-                .or_else(named)
-                .unwrap_or_else(|| CONTROLLER.to_owned());
-            let channel = channel(&PathBuf::from(socket)).await.ok()?;
-            let mut controller = RolloutServiceClient::new(channel);
-            let answer = controller.list(fleet::ListRequest {}).await;
-            let rollouts = answer.ok()?.into_inner().rollouts.into_iter();
-            Some(rollouts.map(|rollout| rollout.name).collect())
+            let words = Words::of_this_process();
+            let path = |option: &str| words.value(option).map(PathBuf::from);
+            let file = |option, name| path(option).or_else(|| variable(name));
+            let target = FleetTarget {
+                fleet: words.value("--fleet").into_iter().collect(),
+                fleet_socket: path("--fleet-socket"),
+                cert: file("--cert", "PATCHBAY_CERT"),
+                key: file("--key", "PATCHBAY_KEY"),
+                ca: file("--ca", "PATCHBAY_CA"),
+            };
+            let names = Mutex::new(vec![]);
+            let listed = replicas::at_leader(target.place().ok()?, |channel| {
+                let names = &names;
+                async move {
+                    let mut controller = RolloutServiceClient::new(channel);
+                    let answer = controller.list(fleet::ListRequest {}).await;
+                    let answer = answer.map_err(rollout::failed)?.into_inner();
+                    let rollouts = answer.rollouts.into_iter();
+                    let mut names = names.lock().unwrap_or_else(PoisonError::into_inner);
+                    names.extend(rollouts.map(|rollout| rollout.name));
+                    Ok(())
+                }
+            });
+            listed.await.ok()?;
+            names.into_inner().ok()
         })
     })
 }

@@ -113,7 +113,7 @@ async fn run_on_guests(cli: Cli) -> Result<(), Failure> {
         Command::Trace(command) => trace::run(selected().await?, command, timeout, output).await,
         Command::Host(HostCommand::List) => host::list(output).await,
         Command::Inspect(arguments) => inspect::run(arguments, output).await,
-        Command::Rollout(arguments) => rollout::run(arguments, timeout, output).await,
+        Command::Rollout(arguments) => rollout::run(cli.fleet, arguments, timeout, output).await,
         Command::Policy { arguments } => guest::run::become_host_program("policy", &arguments),
         Command::Audit { arguments } => guest::run::become_host_program("audit", &arguments),
         Command::Certs { arguments } => guest::run::become_host_program("certs", &arguments),

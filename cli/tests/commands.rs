@@ -12,6 +12,7 @@ mod commands {
     mod completion;
     mod debug;
     mod fake;
+    mod fleet;
     mod guests;
     mod holds;
     mod host;

@@ -18,7 +18,7 @@ use clap::{Args, Parser, Subcommand};
 use self::guest::{ConsoleArgs, GuestCommand, RunArgs};
 use self::keys::{HoldsCommand, KeysCommand};
 use self::output::{OutputArgument, format_parser};
-use self::target::{GLOBAL, Target};
+use self::target::{FleetTarget, GLOBAL, Target};
 use self::times::time_in;
 use crate::debug::args::DebugCommand;
 use crate::trace::args::TraceCommand;
@@ -39,6 +39,8 @@ Exit codes:
 pub struct Cli {
     #[command(flatten)]
     pub target: Target,
+    #[command(flatten)]
+    pub fleet: FleetTarget,
     /// Output format.
     #[arg(short, long, default_value = "table", global = true, value_parser = format_parser(), help_heading = GLOBAL)]
     pub output: OutputArgument,
@@ -55,6 +57,13 @@ impl Cli {
     /// # Errors
     /// A sentence that names the options.
     pub fn check(&self) -> Result<(), String> {
+        let is_fleet = !self.fleet.fleet.is_empty() || self.fleet.fleet_socket.is_some();
+        if is_fleet && !matches!(self.command, Command::Rollout(_)) {
+            return Err(
+                "only `patchbay rollout` takes --fleet and --fleet-socket; give --socket"
+                    .to_owned(),
+            );
+        }
         let Target { socket, guest, all } = &self.target;
         let given = [
             ("--socket", socket.is_some()),
@@ -148,7 +157,7 @@ impl Command {
         match self {
             Self::Rollout(_) => Some(
                 "a rollout's spec selects its guests; show one guest with `patchbay rollout explain \
-                 ROLLOUT GUEST`, and choose the controller with --fleet-socket",
+                 ROLLOUT GUEST`, and choose the controller with --fleet or --fleet-socket",
             ),
             Self::Attach { .. } => {
                 Some("give the guest after `attach`; see `patchbay attach --help`")

@@ -13,7 +13,7 @@ use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 use patchbay_proto::{TraceParent, client, v1};
-use tonic::transport::Channel;
+use tonic::transport::{Channel, Endpoint};
 
 use crate::failure::Failure;
 use crate::progress::Progress;
@@ -47,13 +47,23 @@ impl Unreachable {
     }
 }
 
-/// Connects to the socket.
-pub async fn channel(socket: &Path) -> Result<Channel, Unreachable> {
-    let connected = client::endpoint()
+/// Returns the endpoint of a connection.
+pub fn endpoint() -> Endpoint {
+    client::endpoint()
         .connect_timeout(CONNECT_TIMEOUT)
         .http2_keep_alive_interval(KEEPALIVE)
-        .connect_with_connector(client::unix_socket(socket))
-        .await;
+}
+
+/// Connects to the socket.
+pub async fn channel(socket: &Path) -> Result<Channel, Unreachable> {
+    let connector = client::unix_socket(socket);
+    connected(endpoint().connect_with_connector(connector).await)
+}
+
+/// Returns the connection, or the innermost cause why there is none.
+pub fn connected(
+    connected: Result<Channel, tonic::transport::Error>,
+) -> Result<Channel, Unreachable> {
     connected.map_err(|error| {
         let mut cause: &(dyn std::error::Error + 'static) = &error;
         while let Some(source) = cause.source() {

@@ -11,6 +11,8 @@ pub const SOCKET_VARIABLE: &str = "PATCHBAY_SOCKET";
 /// The controller's default socket; [`CONTROLLER_VARIABLE`] overrides it.
 pub const CONTROLLER: &str = "/run/patchbay-fleet/fleet.sock";
 pub const CONTROLLER_VARIABLE: &str = "PATCHBAY_FLEET_SOCKET";
+/// The environment variable that names replicas for commands without --fleet.
+pub const FLEET_VARIABLE: &str = "PATCHBAY_FLEET";
 
 const SUFFIX: &str = "sock";
 /// The socket's name in the folder of a guest that is a systemd unit: NAME/api.sock.
@@ -26,7 +28,8 @@ pub struct Socket {
     pub path: PathBuf,
 }
 
-fn variable(name: &str) -> Option<PathBuf> {
+/// Returns the value of an environment variable that is set and not empty.
+pub fn variable(name: &str) -> Option<PathBuf> {
     let value = std::env::var_os(name).filter(|value| !value.is_empty());
     value.map(PathBuf::from)
 }

@@ -5,25 +5,15 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use crate::client::sockets::{CONTROLLER, CONTROLLER_VARIABLE};
 use crate::complete;
 
 #[derive(Debug, Args)]
 pub struct RolloutArgs {
-    /// Socket of the controller.
-    #[arg(
-        long,
-        global = true,
-        value_name = "PATH",
-        env = CONTROLLER_VARIABLE,
-        default_value = CONTROLLER
-    )]
-    pub fleet_socket: PathBuf,
     #[command(subcommand)]
     pub command: RolloutCommand,
 }
 
-#[derive(Debug, Subcommand)]
+#[derive(Clone, Debug, Subcommand)]
 pub enum RolloutCommand {
     /// Plan a change of every guest that a spec selects, and show the plan. This changes nothing.
     Plan {
@@ -36,7 +26,13 @@ pub enum RolloutCommand {
     /// Approve a plan that another person will start.
     Approve(Reviewed),
     /// Start a plan that was reviewed.
-    Start(Reviewed),
+    Start {
+        #[command(flatten)]
+        reviewed: Reviewed,
+        /// Start it although approvals are missing. Needs the role break-glass, and is reported.
+        #[arg(long)]
+        break_glass: bool,
+    },
     /// Show a rollout.
     Status {
         #[arg(add = complete::rollouts())]
@@ -59,6 +55,10 @@ pub enum RolloutCommand {
     Promote {
         #[arg(add = complete::rollouts())]
         rollout: String,
+        /// Promote it although the policy demands approvals for its keys. Needs the role
+        /// break-glass, and is reported.
+        #[arg(long)]
+        break_glass: bool,
     },
     /// End the rollout and undo all its changes. It has ended when each guest has confirmed this.
     Abort {
@@ -117,7 +117,7 @@ pub enum RolloutCommand {
     Hosts,
 }
 
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct Reviewed {
     #[arg(add = complete::rollouts())]
     pub rollout: String,

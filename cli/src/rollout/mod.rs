@@ -3,6 +3,7 @@
 
 pub mod args;
 mod print;
+pub mod replicas;
 mod view;
 
 use std::io::Read;
@@ -16,8 +17,10 @@ use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 
 use self::args::{Reviewed, RolloutArgs, RolloutCommand};
+use self::replicas::Refused;
 use crate::args::output::Output;
-use crate::client::{DEFAULT_TIMEOUT, channel, traced};
+use crate::args::target::FleetTarget;
+use crate::client::{DEFAULT_TIMEOUT, traced};
 use crate::failure::{DRIFT, Failure, PARTLY};
 use crate::print::{counted, print, print_streamed};
 
@@ -40,6 +43,7 @@ struct Controller {
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
 pub async fn run(
+    target: FleetTarget,
     arguments: RolloutArgs,
     timeout: Option<Duration>,
     output: Output,
@@ -50,36 +54,41 @@ pub async fn run(
         RolloutCommand::Plan { spec, name } => Some(read(spec, name.clone())?),
         _ => None,
     };
-    let socket = &arguments.fleet_socket;
-    let channel = channel(socket).await.map_err(|why| match why.is_denied {
-        true => Failure::denied(socket),
-        false => Failure::error(format!(
-            "no controller answers on {} ({}); start patchbay-fleet, or give --fleet-socket",
-            socket.display(),
-            why.cause
-        )),
-    })?;
-    let rollouts = RolloutServiceClient::new(channel.clone());
-    let inventory = InventoryServiceClient::new(channel);
-    let controller = Controller {
-        rollouts: rollouts.max_decoding_message_size(MAX_ANSWER_BYTES),
-        inventory: inventory.max_decoding_message_size(MAX_ANSWER_BYTES),
-        timeout,
-    };
-    match (arguments.command, plan) {
+    replicas::at_leader(target.place()?, |channel| {
+        let rollouts = RolloutServiceClient::new(channel.clone());
+        let inventory = InventoryServiceClient::new(channel);
+        let controller = Controller {
+            rollouts: rollouts.max_decoding_message_size(MAX_ANSWER_BYTES),
+            inventory: inventory.max_decoding_message_size(MAX_ANSWER_BYTES),
+            timeout,
+        };
+        run_at(controller, arguments.command.clone(), plan.clone(), output)
+    })
+    .await
+}
+
+/// Runs one subcommand at one replica.
+async fn run_at(
+    controller: Controller,
+    command: RolloutCommand,
+    plan: Option<v1::PlanRequest>,
+    output: Output,
+) -> Result<(), Refused> {
+    match (command, plan) {
         (RolloutCommand::Plan { spec, .. }, Some(request)) => {
             let planned = controller.plan(request).await;
-            let planned = planned.map_err(|failure| Failure {
-                message: match failure.message.starts_with("line ") {
-                    true => format!("{}: {}", name_of(&spec), failure.message),
-                    false => failure.message.clone(),
-                },
-                ..failure
+            let planned = planned.map_err(|mut refused| {
+                if let Refused::Failed(Failure { message, .. }) = &mut refused
+                    && message.starts_with("line ")
+                {
+                    *message = format!("{}: {message}", name_of(&spec));
+                }
+                refused
             })?;
-            print(output, &view::ReviewedRollout(view::Rollout::from(planned)))
+            print(output, &view::ReviewedRollout(view::Rollout::from(planned)))?;
         }
         (RolloutCommand::Status { rollout, watch }, _) => {
-            controller.status(rollout, watch, output).await
+            controller.status(rollout, watch, output).await?;
         }
         (
             RolloutCommand::Explain {
@@ -90,7 +99,7 @@ pub async fn run(
             _,
         ) => {
             let explained = controller.explain(rollout, host, name).await?;
-            print(output, &explained)
+            print(output, &explained)?;
         }
         (
             RolloutCommand::Delete {
@@ -106,7 +115,7 @@ pub async fn run(
             let request = controller.timed(request, FAN_OUT_TIMEOUT);
             let answer = controller.rollouts.clone().delete(request).await;
             let archived = answer.map_err(failed)?.into_inner().archived;
-            print(output, &view::Deleted { rollout, archived })
+            print(output, &view::Deleted { rollout, archived })?;
         }
         (RolloutCommand::List, _) => {
             let request = controller.timed(v1::ListRequest {}, DEFAULT_TIMEOUT);
@@ -117,14 +126,14 @@ pub async fn run(
             print(
                 output,
                 &list.chain(unreadable).collect::<Vec<view::Rollout>>(),
-            )
+            )?;
         }
         (RolloutCommand::Hosts, _) => {
             let request = controller.timed(v1::ListHostsRequest {}, FAN_OUT_TIMEOUT);
             let list = controller.inventory.clone().list_hosts(request).await;
             let list = list.map_err(failed)?.into_inner().hosts;
             let list: Vec<view::Host> = list.into_iter().map(Into::into).collect();
-            print(output, &list)
+            print(output, &list)?;
         }
         (
             RolloutCommand::Drift {
@@ -139,13 +148,14 @@ pub async fn run(
                 (_, true) => v1::DriftAction::Adopt,
                 _ => v1::DriftAction::Report,
             };
-            controller.drift(rollout, action, output).await
+            controller.drift(rollout, action, output).await?;
         }
         (command, _) => {
             let rollout = controller.step(command).await?;
-            print(output, &view::Rollout::from(rollout))
+            print(output, &view::Rollout::from(rollout))?;
         }
     }
+    Ok(())
 }
 
 impl Controller {
@@ -155,14 +165,14 @@ impl Controller {
         request
     }
 
-    async fn plan(&self, request: v1::PlanRequest) -> Result<v1::Rollout, Failure> {
+    async fn plan(&self, request: v1::PlanRequest) -> Result<v1::Rollout, Refused> {
         let request = self.timed(request, FAN_OUT_TIMEOUT);
         let answer = self.rollouts.clone().plan(request).await.map_err(failed)?;
         Ok(answer.into_inner().rollout.unwrap_or_default())
     }
 
     /// Runs a subcommand whose answer is only the rollout.
-    async fn step(&self, command: RolloutCommand) -> Result<v1::Rollout, Failure> {
+    async fn step(&self, command: RolloutCommand) -> Result<v1::Rollout, Refused> {
         let mut client = self.rollouts.clone();
         macro_rules! step {
             ($method:ident, $request:ident { $($field:ident),* }) => {
@@ -179,12 +189,29 @@ impl Controller {
             RolloutCommand::Approve(Reviewed { rollout, digest }) => {
                 step!(approve, ApproveRequest { rollout, digest })
             }
-            RolloutCommand::Start(Reviewed { rollout, digest }) => {
-                step!(start, StartRequest { rollout, digest })
-            }
+            RolloutCommand::Start {
+                reviewed: Reviewed { rollout, digest },
+                break_glass,
+            } => step!(
+                start,
+                StartRequest {
+                    rollout,
+                    digest,
+                    break_glass
+                }
+            ),
             RolloutCommand::Pause { rollout } => step!(pause, PauseRequest { rollout }),
             RolloutCommand::Resume { rollout } => step!(resume, ResumeRequest { rollout }),
-            RolloutCommand::Promote { rollout } => step!(promote, PromoteRequest { rollout }),
+            RolloutCommand::Promote {
+                rollout,
+                break_glass,
+            } => step!(
+                promote,
+                PromoteRequest {
+                    rollout,
+                    break_glass
+                }
+            ),
             RolloutCommand::Abort { rollout } => step!(abort, AbortRequest { rollout }),
             RolloutCommand::Undo { rollout } => step!(undo, UndoRequest { rollout }),
             RolloutCommand::Forget {
@@ -209,14 +236,14 @@ impl Controller {
         })
     }
 
-    async fn status(&self, rollout: String, watch: bool, output: Output) -> Result<(), Failure> {
+    async fn status(&self, rollout: String, watch: bool, output: Output) -> Result<(), Refused> {
         let mut client = self.rollouts.clone();
         if !watch {
             let request = self.timed(v1::GetRequest { rollout }, DEFAULT_TIMEOUT);
             let answer = client.get(request).await.map_err(failed)?.into_inner();
             let rollout = view::Rollout::from(answer.rollout.unwrap_or_default());
             print(output, &rollout)?;
-            return partly(&rollout);
+            return Ok(partly(&rollout)?);
         }
         let mut request = traced(v1::WatchRequest { rollout });
         if let Some(timeout) = self.timeout {
@@ -232,7 +259,7 @@ impl Controller {
                 print_streamed(output, &last)?;
             }
         }
-        partly(&last)
+        Ok(partly(&last)?)
     }
 
     async fn explain(
@@ -240,7 +267,7 @@ impl Controller {
         rollout: String,
         host: String,
         guest: String,
-    ) -> Result<view::Explanation, Failure> {
+    ) -> Result<view::Explanation, Refused> {
         let request = v1::ExplainRequest {
             rollout,
             host,
@@ -256,7 +283,7 @@ impl Controller {
         rollout: String,
         action: v1::DriftAction,
         output: Output,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), Refused> {
         let request = v1::DriftRequest {
             rollout,
             action: action.into(),
@@ -282,7 +309,7 @@ impl Controller {
                     (false, _) => "",
                 };
                 let message = format!("{count} differences from the rollout{next}");
-                Err(Failure::new(DRIFT, message))
+                Err(Failure::new(DRIFT, message).into())
             }
         }
     }
@@ -364,8 +391,12 @@ fn are(count: u64, noun: &str) -> String {
     format!("{} {verb}", counted(count, noun))
 }
 
-fn failed(status: Status) -> Failure {
-    match status.code() {
+/// Returns the failure of a call.
+pub fn failed(status: Status) -> Refused {
+    if let Some(refused) = replicas::not_leader(&status) {
+        return refused;
+    }
+    let failure = match status.code() {
         Code::InvalidArgument => Failure::usage(status.message()),
         Code::DeadlineExceeded | Code::Cancelled => Failure::new(
             crate::failure::TIMEOUT,
@@ -377,5 +408,6 @@ fn failed(status: Status) -> Failure {
         ),
         Code::Unknown => Failure::error(format!("the controller is gone: {}", status.message())),
         _ => Failure::error(status.message()),
-    }
+    };
+    Refused::Failed(failure)
 }

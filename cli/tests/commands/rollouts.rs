@@ -5,11 +5,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use patchbay_access::policy::LivePolicy;
 use patchbay_fleet::api;
+use patchbay_fleet::authority::Authority;
 use patchbay_fleet::controller::{Config, Controller};
 use patchbay_fleet::gates::commands::Commands;
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
 use patchbay_fleet::inventory::Reach;
+use patchbay_fleet::leader::Leader;
 use patchbay_fleet::storage::{Archive, RecordKeys};
 use patchbay_fleet::store::{EmbeddedStore, Store, Transaction};
 use patchbay_proto::socket::ListeningSocket;
@@ -39,8 +42,13 @@ impl FakeFleet {
         let entered = runtime.enter();
         let store = EmbeddedStore::open(&lab.folder().join("fleet.redb")).expect("opens");
         runtime.block_on(store.commit(records)).expect("written");
+        let own = rustix::process::geteuid().as_raw();
         let config = Config {
-            replica: "one".to_owned(),
+            replica: Leader {
+                name: "one".to_owned(),
+                address: None,
+            },
+            authority: Authority::new(LivePolicy::own_user_only(own), None),
             hosts: vec![HostConfig {
                 name: "here".to_owned(),
                 endpoint: HostEndpoint::Socket(lab.socket()),
@@ -62,7 +70,9 @@ impl FakeFleet {
         runtime.spawn(async move { runs.run().await });
         let socket = lab.folder().join("fleet.sock");
         let bound = ListeningSocket::bind(&socket).expect("free");
-        runtime.spawn(async move { api::serve(controller, &bound, std::future::pending()).await });
+        runtime.spawn(
+            async move { api::serve(controller, &bound, None, std::future::pending()).await },
+        );
         runtime.block_on(leads.lead());
         Self {
             lab,

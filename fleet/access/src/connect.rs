@@ -123,3 +123,45 @@ fn find<'a>(mut error: &'a (dyn std::error::Error + 'static)) -> Option<&'a Erro
         };
     }
 }
+
+/// Returns whether the text is ADDRESS:PORT. The address may be a name, and IPv6 addresses are in
+/// brackets.
+#[must_use]
+pub fn is_address(text: &str) -> bool {
+    let is_of_host = |c: char| c.is_ascii_alphanumeric() || ".-_:[]".contains(c);
+    let parts = text.rsplit_once(':');
+    parts.is_some_and(|(host, port)| {
+        !host.is_empty()
+            && host.chars().all(is_of_host)
+            && port.parse().is_ok_and(|port: u16| port > 0)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_address;
+
+    #[test]
+    fn addresses_have_a_host_and_a_port() {
+        for good in [
+            "fleet.example.org:7448",
+            "192.0.2.1:1",
+            "[2001:db8::1]:7448",
+        ] {
+            assert!(is_address(good), "{good}");
+        }
+        for bad in [
+            "",
+            ":7448",
+            "fleet",
+            "fleet:",
+            "a:0",
+            "a:65536",
+            "a b:1",
+            "\u{1b}[2J:1",
+            "a/b:1",
+        ] {
+            assert!(!is_address(bad), "{bad:?}");
+        }
+    }
+}

@@ -11,9 +11,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use patchbay_access::policy::LivePolicy;
+use patchbay_fleet::authority::Authority;
 use patchbay_fleet::controller::{Config, Controller};
 use patchbay_fleet::gates::commands::Commands;
 use patchbay_fleet::inventory::Reach;
+use patchbay_fleet::leader::Leader;
 use patchbay_fleet::page::{self, Page};
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
@@ -91,7 +93,11 @@ async fn run(folder: &Path, keep: bool) -> anyhow::Result<()> {
         start.elapsed()
     );
     let config = Config {
-        replica: "demo".to_owned(),
+        replica: Leader {
+            name: "demo".to_owned(),
+            address: None,
+        },
+        authority: Authority::new(own_user(), None),
         hosts,
         reach: Reach::default(),
         lease_ttl: Duration::from_secs(10),
@@ -131,13 +137,17 @@ async fn run(folder: &Path, keep: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
+fn own_user() -> LivePolicy {
+    LivePolicy::own_user_only(rustix::process::geteuid().as_raw())
+}
+
 /// Binds the page to the usual address, or to any free port if that address is in use.
 async fn bind(controller: &Arc<Controller>) -> anyhow::Result<Page> {
     let config = |address: &str| -> anyhow::Result<page::Config> {
         Ok(page::Config {
             address: address.parse()?,
             tls: None,
-            policy: LivePolicy::own_user_only(rustix::process::geteuid().as_raw()),
+            policy: own_user(),
         })
     };
     match Page::bind(config(ADDRESS)?, Arc::clone(controller)).await {

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use async_trait::async_trait;
 use futures_util::StreamExt;
+use patchbay_access::policy::LivePolicy;
 use patchbay_fleet::controller::{Config, Controller};
 use patchbay_fleet::gates::commands::Commands;
 use patchbay_fleet::hosts::Hosts;
@@ -180,7 +181,11 @@ async fn run(folder: &std::path::Path, guests: usize, hosts: usize) -> anyhow::R
         transactions: AtomicU64::new(0),
     });
     let config = Config {
-        replica: "load".to_owned(),
+        replica: patchbay_fleet::leader::Leader {
+            name: "load".to_owned(),
+            address: None,
+        },
+        authority: patchbay_fleet::authority::Authority::new(LivePolicy::own_user_only(0), None),
         hosts: configs,
         reach: patchbay_fleet::inventory::Reach::default(),
         lease_ttl: Duration::from_secs(60),

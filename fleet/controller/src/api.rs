@@ -1,12 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Serves `patchbay.fleet.v1` on a unix socket.
+//! Serves `patchbay.fleet.v1` on a unix socket, and over TCP with mutual TLS.
+
+mod caller;
 
 use std::collections::BTreeSet;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
-use futures_util::{Stream, StreamExt, stream};
+use futures_util::future::BoxFuture;
+use futures_util::{FutureExt, Stream, StreamExt, stream};
+use patchbay_access::listen::admission::Admission;
+use patchbay_access::listen::tls::Tls;
+use patchbay_access::listen::{DEFAULT_STREAM_AGE, Incoming, MAX_CALLS};
 use patchbay_proto::TraceParent;
 use patchbay_proto::fleet::v1;
 use patchbay_proto::fleet::v1::inventory_service_server::{
@@ -14,10 +21,11 @@ use patchbay_proto::fleet::v1::inventory_service_server::{
 };
 use patchbay_proto::fleet::v1::rollout_service_server::{RolloutService, RolloutServiceServer};
 use patchbay_proto::socket::ListeningSocket;
-use tokio_stream::wrappers::UnixListenerStream;
-use tonic::transport::server::UdsConnectInfo;
+use tokio::net::TcpListener;
 use tonic::{Request, Response, Status};
 
+use self::caller::{Caller, not_leading};
+use crate::authority::{Refused, finish};
 use crate::controller::{Controller, Leadership, PlanError};
 use crate::rollout::{Member, Rollout, State};
 use crate::runner::{Command, NotDeleted, Running, now};
@@ -26,51 +34,82 @@ use crate::{drift, hosts, view};
 
 /// The maximum number of hosts that are queried at the same time.
 const FAN_OUT: usize = 128;
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
+/// The time after which a peer that has not answered a ping is considered gone.
+const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 
 #[derive(Clone)]
 struct Api {
     controller: Arc<Controller>,
+    admission: Admission,
 }
 
-/// Serves the API on the socket until `shutdown` is ready.
+/// Serves the API on the socket, and over TCP if there is a listener, until `shutdown` is ready and
+/// the calls in progress have ended.
 ///
 /// # Errors
 /// The socket cannot be used, or HTTP/2 fails.
 pub async fn serve(
     controller: Arc<Controller>,
     socket: &ListeningSocket,
+    tcp: Option<(TcpListener, Tls)>,
     shutdown: impl Future<Output = ()>,
 ) -> anyhow::Result<()> {
-    let incoming = UnixListenerStream::new(socket.tokio_listener()?);
-    let api = Api { controller };
-    tonic::transport::Server::builder()
+    let authority = controller.authority();
+    let tls = tcp.as_ref().map(|(_, tls)| tls.clone());
+    let admission = Admission::new(authority.policy().clone(), tls);
+    let (mut incoming, connections) = Incoming::new(admission.clone());
+    if let Some(audit) = authority.audit() {
+        incoming = incoming.recording(audit.clone());
+    }
+    let api = Api {
+        controller: Arc::clone(&controller),
+        admission,
+    };
+    let server = tonic::transport::Server::builder()
+        .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
+        .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
+        .max_concurrent_streams(u32::try_from(MAX_CALLS).ok())
         .add_service(RolloutServiceServer::new(api.clone()))
         .add_service(InventoryServiceServer::new(api))
-        .serve_with_incoming_shutdown(incoming, shutdown)
-        .await?;
+        .serve_with_incoming_shutdown(connections, shutdown);
+    let accept_tcp = async {
+        if let Some((listener, tls)) = tcp {
+            incoming.serve_tcp(listener, tls).await;
+        }
+        Ok(())
+    };
+    let accept = async { tokio::try_join!(incoming.serve_unix(socket), accept_tcp) };
+    let (mut server, mut accept) = (std::pin::pin!(server), std::pin::pin!(accept));
+    tokio::select! {
+        served = &mut server => served?,
+        accepted = &mut accept => {
+            accepted?;
+            server.await?;
+        }
+    }
     Ok(())
 }
 
-/// Returns the principal of a peer on the unix socket, such as "uid:1000".
-fn principal<T>(request: &Request<T>) -> Result<String, Status> {
-    let peer = request.extensions().get::<UdsConnectInfo>();
-    let peer = peer.and_then(|peer| peer.peer_cred);
-    let peer = peer.ok_or_else(|| Status::permission_denied("the peer has no credentials"))?;
-    Ok(format!("uid:{}", peer.uid()))
-}
-
 impl Api {
-    fn leadership(&self) -> Result<Arc<Leadership>, Status> {
-        let leads = self.controller.leadership();
-        leads.ok_or_else(|| Status::unavailable("this replica does not lead; ask another"))
+    fn caller<T>(&self, request: &Request<T>) -> Result<Caller, Status> {
+        Caller::of(&self.admission, request)
     }
 
-    fn running(&self, name: &str) -> Result<Arc<Running>, Status> {
-        let leads = self.leadership()?;
-        if let Some(running) = leads.rollout(name) {
+    fn leadership(&self) -> Result<Arc<Leadership>, Status> {
+        let leads = self.controller.leadership();
+        leads.ok_or_else(|| not_leading(&self.controller))
+    }
+
+    /// Returns a rollout of which the caller may see a guest.
+    fn running(&self, caller: &Caller, name: &str) -> Result<Arc<Running>, Status> {
+        let (leads, sight) = (self.leadership()?, caller.sight());
+        let running = leads.rollout(name);
+        if let Some(running) = running.filter(|one| sight.sees_rollout(&one.rollout())) {
             return Ok(running);
         }
-        Err(match leads.unreadable().remove(name) {
+        let mut unreadable = leads.unreadable();
+        Err(match unreadable.remove(name).filter(|_| sight.sees_all) {
             Some(why) => Status::failed_precondition(format!(
                 "rollout {name} is out of service, and its guests stay as they are: {why}"
             )),
@@ -82,25 +121,63 @@ impl Api {
 
     async fn command(
         &self,
+        caller: &Caller,
         name: &str,
         command: Command,
-        principal: &str,
     ) -> Result<Option<v1::Rollout>, Status> {
-        let running = self.running(name)?;
-        match running.command(command, principal).await {
-            Some(Ok(())) => Ok(Some(view::rollout(&running.rollout(), false))),
-            Some(Err(error)) => Err(Status::failed_precondition(error.to_string())),
-            None => Err(deposed()),
+        let running = self.running(caller, name)?;
+        let authority = self.controller.authority();
+        let given = authority.give(caller.principal(), &running, command).await;
+        given.map_err(|refused| self.refused(caller, &running, &refused))?;
+        Ok(Some(caller.shown(&running.rollout(), false)))
+    }
+
+    fn refused(&self, caller: &Caller, running: &Running, refused: &Refused) -> Status {
+        match refused {
+            Refused::Deposed => not_leading(&self.controller),
+            refused => caller.refused(&running.rollout(), refused),
+        }
+    }
+
+    /// Returns a future that resolves with the error of a stream whose authorization has ended.
+    fn ended(&self, caller: &Caller) -> BoxFuture<'static, Status> {
+        let (admission, identity) = (self.admission.clone(), Arc::clone(&caller.identity));
+        async move {
+            let refused = || caller::check(&admission, &identity).err();
+            let refused = admission.until(&identity, refused);
+            let refused = tokio::time::timeout(DEFAULT_STREAM_AGE, refused).await;
+            refused.unwrap_or_else(|_| Status::unavailable("the stream is too old; open it again"))
+        }
+        .boxed()
+    }
+
+    fn plan_status(&self, caller: &Caller, error: &PlanError) -> Status {
+        let message = error.to_string();
+        match error {
+            PlanError::Denied(why) => caller.denied(why),
+            PlanError::Deposed => not_leading(&self.controller),
+            PlanError::Spec(_) | PlanError::Name(_) => Status::invalid_argument(message),
+            PlanError::NameTaken(_) | PlanError::Unreadable { .. } | PlanError::Overlap { .. } => {
+                Status::already_exists(message)
+            }
+            PlanError::Nothing(_)
+            | PlanError::Held { .. }
+            | PlanError::KeysUnknown { .. }
+            | PlanError::TooLarge(_)
+            | PlanError::Store(StoreError::TooLarge { .. }) => Status::failed_precondition(message),
+            PlanError::Audit(_) | PlanError::Store(_) => Status::unavailable(message),
         }
     }
 }
 
-/// Returns the index of the guest's member. `host` may be empty if only one host has such a guest.
-fn find(rollout: &Rollout, host: &str, guest: &str) -> Result<usize, Status> {
+/// Returns the index of the member of a guest that the caller may see. `host` may be empty if only
+/// one host has such a guest.
+fn find(rollout: &Rollout, caller: &Caller, host: &str, guest: &str) -> Result<usize, Status> {
     let members = rollout.members();
+    let sees = caller.sight().sees(guest);
     let is_meant = |member: &Member| {
         let is_on_host = host.is_empty() || member.host == host;
-        is_on_host && member.guest == guest && member.state != State::Superseded
+        sees && is_on_host && member.guest == guest && member.state != State::Superseded
     };
     let meant = members.iter().filter(|member| is_meant(member));
     let hosts: BTreeSet<&str> = meant.map(|member| member.host.as_str()).collect();
@@ -116,27 +193,6 @@ fn find(rollout: &Rollout, host: &str, guest: &str) -> Result<usize, Status> {
     })
 }
 
-fn deposed() -> Status {
-    Status::unavailable("this replica does not lead any more; ask another")
-}
-
-fn plan_status(error: &PlanError) -> Status {
-    let message = error.to_string();
-    match error {
-        PlanError::Spec(_) | PlanError::Name(_) => Status::invalid_argument(message),
-        PlanError::NameTaken(_) | PlanError::Unreadable { .. } | PlanError::Overlap { .. } => {
-            Status::already_exists(message)
-        }
-        PlanError::Nothing(_)
-        | PlanError::Held { .. }
-        | PlanError::KeysUnknown { .. }
-        | PlanError::Gate(_)
-        | PlanError::TooLarge(_)
-        | PlanError::Store(StoreError::TooLarge { .. }) => Status::failed_precondition(message),
-        PlanError::Store(_) | PlanError::Deposed => Status::unavailable(message),
-    }
-}
-
 type WatchStream = Pin<Box<dyn Stream<Item = Result<v1::WatchResponse, Status>> + Send>>;
 
 #[tonic::async_trait]
@@ -145,17 +201,17 @@ impl RolloutService for Api {
         &self,
         request: Request<v1::PlanRequest>,
     ) -> Result<Response<v1::PlanResponse>, Status> {
-        let principal = principal(&request)?;
+        let caller = self.caller(&request)?;
         let trace = TraceParent::of(request.metadata().as_ref());
         let request = request.into_inner();
         let leads = self.leadership()?;
-        let planning = leads.plan(&request.rollout, &request.spec, &principal);
+        let planning = leads.plan(&request.rollout, &request.spec, caller.principal());
         let planned = match trace {
             Some(parent) => hosts::traced(parent.trace_id, planning).await,
             None => planning.await,
         };
-        let running = planned.map_err(|error| plan_status(&error))?;
-        let rollout = Some(view::rollout(&running.rollout(), true));
+        let running = planned.map_err(|error| self.plan_status(&caller, &error))?;
+        let rollout = Some(caller.shown(&running.rollout(), true));
         Ok(Response::new(v1::PlanResponse { rollout }))
     }
 
@@ -163,11 +219,10 @@ impl RolloutService for Api {
         &self,
         request: Request<v1::ApproveRequest>,
     ) -> Result<Response<v1::ApproveResponse>, Status> {
-        let principal = principal(&request)?;
+        let caller = self.caller(&request)?;
         let v1::ApproveRequest { rollout, digest } = request.into_inner();
-        let rollout = self
-            .command(&rollout, Command::Approve { digest }, &principal)
-            .await?;
+        let command = Command::Approve { digest };
+        let rollout = self.command(&caller, &rollout, command).await?;
         Ok(Response::new(v1::ApproveResponse { rollout }))
     }
 
@@ -175,7 +230,7 @@ impl RolloutService for Api {
         &self,
         request: Request<v1::DriftRequest>,
     ) -> Result<Response<v1::DriftResponse>, Status> {
-        let principal = principal(&request)?;
+        let caller = self.caller(&request)?;
         let request = request.into_inner();
         let action = match request.action() {
             v1::DriftAction::Unspecified | v1::DriftAction::Report => drift::Action::Report,
@@ -183,16 +238,34 @@ impl RolloutService for Api {
             v1::DriftAction::Adopt => drift::Action::Adopt,
         };
         let leads = self.leadership()?;
-        let running = self.running(&request.rollout)?;
-        let report = drift::drift(leads.hosts(), &running, action, &principal).await;
+        let running = self.running(&caller, &request.rollout)?;
+        let authority = self.controller.authority();
+        if action != drift::Action::Report {
+            let may_operate = authority.may_operate(caller.principal());
+            may_operate.map_err(|why| {
+                authority.denied(caller.principal(), "Drift", &request.rollout, &why);
+                caller.denied(&why)
+            })?;
+        }
+        let (hosts, principal) = (leads.hosts(), caller.principal());
+        let report = drift::drift(hosts, authority, &running, action, principal).await;
         let report = report.map_err(|error| match error {
             drift::DriftError::NotLegal(error) => Status::failed_precondition(error.to_string()),
-            drift::DriftError::Deposed => deposed(),
+            drift::DriftError::Refused(refused) => self.refused(&caller, &running, &refused),
         })?;
+        let sight = caller.sight();
+        let drifts = report.drifts.iter();
+        let drifts = drifts.filter(|drift| sight.sees(&drift.guest));
+        let mut drifts: Vec<v1::Drift> = drifts.map(view::drift).collect();
+        if !caller.sees_addresses(&running.rollout()) {
+            for drift in &mut drifts {
+                caller::without_addresses(&mut drift.actual);
+            }
+        }
         Ok(Response::new(v1::DriftResponse {
-            drifts: report.drifts.iter().map(view::drift).collect(),
+            drifts,
             compared: u32::try_from(report.compared).unwrap_or(u32::MAX),
-            rollout: Some(view::rollout(&running.rollout(), false)),
+            rollout: Some(caller.shown(&running.rollout(), false)),
         }))
     }
 
@@ -200,11 +273,17 @@ impl RolloutService for Api {
         &self,
         request: Request<v1::StartRequest>,
     ) -> Result<Response<v1::StartResponse>, Status> {
-        let principal = principal(&request)?;
-        let v1::StartRequest { rollout, digest } = request.into_inner();
-        let rollout = self
-            .command(&rollout, Command::Start { digest }, &principal)
-            .await?;
+        let caller = self.caller(&request)?;
+        let v1::StartRequest {
+            rollout,
+            digest,
+            break_glass,
+        } = request.into_inner();
+        let command = match break_glass {
+            true => Command::StartUnapproved { digest },
+            false => Command::Start { digest },
+        };
+        let rollout = self.command(&caller, &rollout, command).await?;
         Ok(Response::new(v1::StartResponse { rollout }))
     }
 
@@ -212,22 +291,26 @@ impl RolloutService for Api {
         &self,
         request: Request<v1::GetRequest>,
     ) -> Result<Response<v1::GetResponse>, Status> {
-        let running = self.running(&request.into_inner().rollout)?;
-        let rollout = Some(view::rollout(&running.rollout(), true));
+        let caller = self.caller(&request)?;
+        let running = self.running(&caller, &request.into_inner().rollout)?;
+        let rollout = Some(caller.shown(&running.rollout(), true));
         Ok(Response::new(v1::GetResponse { rollout }))
     }
 
     async fn list(
         &self,
-        _: Request<v1::ListRequest>,
+        request: Request<v1::ListRequest>,
     ) -> Result<Response<v1::ListResponse>, Status> {
-        let leads = self.leadership()?;
+        let caller = self.caller(&request)?;
+        let (leads, sight) = (self.leadership()?, caller.sight());
         let mut all = leads.rollouts();
+        all.retain(|running| sight.sees_rollout(&running.rollout()));
         all.sort_by_key(|running| std::cmp::Reverse(running.rollout().header().created));
         let rollouts = all
             .iter()
-            .map(|running| view::rollout(&running.rollout(), false));
-        let unreadable = leads.unreadable().into_iter();
+            .map(|running| caller.shown(&running.rollout(), false));
+        let unreadable = Some(leads.unreadable()).filter(|_| sight.sees_all);
+        let unreadable = unreadable.unwrap_or_default().into_iter();
         let unreadable = unreadable.map(|(name, reason)| v1::UnreadableRollout { name, reason });
         Ok(Response::new(v1::ListResponse {
             rollouts: rollouts.collect(),
@@ -241,28 +324,40 @@ impl RolloutService for Api {
         &self,
         request: Request<v1::WatchRequest>,
     ) -> Result<Response<WatchStream>, Status> {
-        let running = self.running(&request.into_inner().rollout)?;
+        let caller = self.caller(&request)?;
+        let running = self.running(&caller, &request.into_inner().rollout)?;
         let mut version = running.version();
         version.mark_changed();
-        let changes = stream::unfold(Some((running, version)), |state| async move {
-            let (running, mut version) = state?;
-            tokio::select! {
-                biased;
-                _ = version.changed() => {}
-                // A rollout that is out of service, or whose leader is another, changes no more.
-                () = running.ended() => {
-                    let name = running.rollout().header().name.clone();
-                    let status = Status::unavailable(format!(
-                        "this replica does not run rollout {name} any more; `rollout status {name}` \
-                         says why"
-                    ));
+        let (admission, ended) = (self.admission.clone(), self.ended(&caller));
+        let state = Some((running, version, caller, ended));
+        let changes = stream::unfold(state, move |state| {
+            let admission = admission.clone();
+            async move {
+                let (running, mut version, caller, mut ended) = state?;
+                tokio::select! {
+                    biased;
+                    status = &mut ended => return Some((Err(status), None)),
+                    _ = version.changed() => {}
+                    // A rollout that is out of service, or whose leader is another, changes no more.
+                    () = running.ended() => {
+                        let name = running.rollout().header().name.clone();
+                        let status = Status::unavailable(format!(
+                            "this replica does not run rollout {name} any more; `rollout status {name}` \
+                             says why"
+                        ));
+                        return Some((Err(status), None));
+                    }
+                }
+                let caller = Caller::new(&admission, caller.identity);
+                if !caller.sight().sees_rollout(&running.rollout()) {
+                    let status = caller.denied("no rule covers a guest of the rollout any more");
                     return Some((Err(status), None));
                 }
+                let rollout = Some(caller.shown(&running.rollout(), false));
+                let is_active = running.rollout().header().phase.is_active();
+                let next = is_active.then_some((running, version, caller, ended));
+                Some((Ok(v1::WatchResponse { rollout }), next))
             }
-            let rollout = Some(view::rollout(&running.rollout(), false));
-            let is_active = running.rollout().header().phase.is_active();
-            let next = is_active.then_some((running, version));
-            Some((Ok(v1::WatchResponse { rollout }), next))
         });
         Ok(Response::new(changes.boxed()))
     }
@@ -271,10 +366,9 @@ impl RolloutService for Api {
         &self,
         request: Request<v1::PauseRequest>,
     ) -> Result<Response<v1::PauseResponse>, Status> {
-        let (principal, request) = (principal(&request)?, request.into_inner());
-        let rollout = self
-            .command(&request.rollout, Command::Pause, &principal)
-            .await?;
+        let (caller, request) = (self.caller(&request)?, request.into_inner());
+        let command = Command::Pause;
+        let rollout = self.command(&caller, &request.rollout, command).await?;
         Ok(Response::new(v1::PauseResponse { rollout }))
     }
 
@@ -282,10 +376,9 @@ impl RolloutService for Api {
         &self,
         request: Request<v1::ResumeRequest>,
     ) -> Result<Response<v1::ResumeResponse>, Status> {
-        let (principal, request) = (principal(&request)?, request.into_inner());
-        let rollout = self
-            .command(&request.rollout, Command::Resume, &principal)
-            .await?;
+        let (caller, request) = (self.caller(&request)?, request.into_inner());
+        let command = Command::Resume;
+        let rollout = self.command(&caller, &request.rollout, command).await?;
         Ok(Response::new(v1::ResumeResponse { rollout }))
     }
 
@@ -293,10 +386,12 @@ impl RolloutService for Api {
         &self,
         request: Request<v1::PromoteRequest>,
     ) -> Result<Response<v1::PromoteResponse>, Status> {
-        let (principal, request) = (principal(&request)?, request.into_inner());
-        let rollout = self
-            .command(&request.rollout, Command::Promote, &principal)
-            .await?;
+        let (caller, request) = (self.caller(&request)?, request.into_inner());
+        let command = match request.break_glass {
+            true => Command::PromoteUnapproved,
+            false => Command::Promote,
+        };
+        let rollout = self.command(&caller, &request.rollout, command).await?;
         Ok(Response::new(v1::PromoteResponse { rollout }))
     }
 
@@ -304,10 +399,9 @@ impl RolloutService for Api {
         &self,
         request: Request<v1::AbortRequest>,
     ) -> Result<Response<v1::AbortResponse>, Status> {
-        let (principal, request) = (principal(&request)?, request.into_inner());
-        let rollout = self
-            .command(&request.rollout, Command::Abort, &principal)
-            .await?;
+        let (caller, request) = (self.caller(&request)?, request.into_inner());
+        let command = Command::Abort;
+        let rollout = self.command(&caller, &request.rollout, command).await?;
         Ok(Response::new(v1::AbortResponse { rollout }))
     }
 
@@ -315,10 +409,9 @@ impl RolloutService for Api {
         &self,
         request: Request<v1::UndoRequest>,
     ) -> Result<Response<v1::UndoResponse>, Status> {
-        let (principal, request) = (principal(&request)?, request.into_inner());
-        let rollout = self
-            .command(&request.rollout, Command::Undo, &principal)
-            .await?;
+        let (caller, request) = (self.caller(&request)?, request.into_inner());
+        let command = Command::Undo;
+        let rollout = self.command(&caller, &request.rollout, command).await?;
         Ok(Response::new(v1::UndoResponse { rollout }))
     }
 
@@ -326,11 +419,11 @@ impl RolloutService for Api {
         &self,
         request: Request<v1::ForgetRequest>,
     ) -> Result<Response<v1::ForgetResponse>, Status> {
-        let (principal, request) = (principal(&request)?, request.into_inner());
-        let running = self.running(&request.rollout)?;
-        let member = find(&running.rollout(), &request.host, &request.guest)?;
+        let (caller, request) = (self.caller(&request)?, request.into_inner());
+        let running = self.running(&caller, &request.rollout)?;
+        let member = find(&running.rollout(), &caller, &request.host, &request.guest)?;
         let command = Command::Forget { member };
-        let rollout = self.command(&request.rollout, command, &principal).await?;
+        let rollout = self.command(&caller, &request.rollout, command).await?;
         Ok(Response::new(v1::ForgetResponse { rollout }))
     }
 
@@ -338,19 +431,29 @@ impl RolloutService for Api {
         &self,
         request: Request<v1::DeleteRequest>,
     ) -> Result<Response<v1::DeleteResponse>, Status> {
-        let (principal, request) = (principal(&request)?, request.into_inner());
+        let (caller, request) = (self.caller(&request)?, request.into_inner());
         let (leads, name) = (self.leadership()?, &request.rollout);
-        let deleted = match request.unreadable && leads.unreadable().contains_key(name) {
-            true => Some(leads.delete_unreadable(name, &principal).await),
-            false => self.running(name)?.delete(&principal).await,
+        let (authority, principal) = (self.controller.authority(), caller.principal());
+        let deleted = if request.unreadable && leads.unreadable().contains_key(name) {
+            let intent = authority.delete_unreadable(principal, name).await;
+            let intent = intent.map_err(|refused| match refused {
+                Refused::Denied(why) => caller.denied(&why),
+                refused => Status::unavailable(refused.to_string()),
+            })?;
+            let deleted = leads.delete_unreadable(name, principal).await;
+            finish(intent, deleted.as_ref().map(|_| ""));
+            deleted
+        } else {
+            let running = self.running(&caller, name)?;
+            let deleted = authority.delete(principal, &running).await;
+            deleted.map_err(|refused| self.refused(&caller, &running, &refused))?
         };
         match deleted {
-            Some(Ok(archived)) => Ok(Response::new(v1::DeleteResponse {
+            Ok(archived) => Ok(Response::new(v1::DeleteResponse {
                 archived: archived.display().to_string(),
             })),
-            Some(Err(NotDeleted::Store(error))) => Err(Status::unavailable(error.to_string())),
-            Some(Err(error)) => Err(Status::failed_precondition(error.to_string())),
-            None => Err(deposed()),
+            Err(NotDeleted::Store(error)) => Err(Status::unavailable(error.to_string())),
+            Err(error) => Err(Status::failed_precondition(error.to_string())),
         }
     }
 
@@ -358,13 +461,18 @@ impl RolloutService for Api {
         &self,
         request: Request<v1::ExplainRequest>,
     ) -> Result<Response<v1::ExplainResponse>, Status> {
-        let request = request.into_inner();
-        let running = self.running(&request.rollout)?;
+        let (caller, request) = (self.caller(&request)?, request.into_inner());
+        let running = self.running(&caller, &request.rollout)?;
         let rollout = running.rollout();
-        let index = find(&rollout, &request.host, &request.guest)?;
+        let index = find(&rollout, &caller, &request.host, &request.guest)?;
         let members = rollout.members();
-        let guest = Some(view::guest(rollout.header(), index, &members[index]));
-        let reasons = view::explain(&rollout, index, now());
+        let mut guest = view::guest(rollout.header(), index, &members[index]);
+        let mut reasons = view::explain(&rollout, index, now());
+        if !caller.sees_addresses(&rollout) {
+            let texts = reasons.iter_mut().chain([&mut guest.message]);
+            texts.for_each(caller::without_addresses);
+        }
+        let guest = Some(guest);
         Ok(Response::new(v1::ExplainResponse { guest, reasons }))
     }
 }
@@ -373,15 +481,21 @@ impl RolloutService for Api {
 impl InventoryService for Api {
     async fn list_hosts(
         &self,
-        _: Request<v1::ListHostsRequest>,
+        request: Request<v1::ListHostsRequest>,
     ) -> Result<Response<v1::ListHostsResponse>, Status> {
+        let caller = self.caller(&request)?;
         let leads = self.leadership()?;
+        let caller = &caller;
         let asked = stream::iter(leads.hosts().all()).map(|host| async move {
             let (guests, unreachable) = match host.list_guests().await {
-                Ok(guests) => (
-                    u32::try_from(guests.len()).unwrap_or(u32::MAX),
-                    String::new(),
-                ),
+                Ok(guests) => {
+                    let sight = caller.sight();
+                    let guests = guests.iter().filter(|status| sight.sees(&status.guest));
+                    (
+                        u32::try_from(guests.count()).unwrap_or(u32::MAX),
+                        String::new(),
+                    )
+                }
                 Err(status) => (0, status.message().to_owned()),
             };
             v1::Host {
@@ -401,6 +515,7 @@ impl InventoryService for Api {
         &self,
         request: Request<v1::ListGuestsRequest>,
     ) -> Result<Response<v1::ListGuestsResponse>, Status> {
+        let caller = self.caller(&request)?;
         let wanted = request.into_inner().host;
         let leads = self.leadership()?;
         if !wanted.is_empty() && leads.hosts().get(&wanted).is_none() {
@@ -413,7 +528,11 @@ impl InventoryService for Api {
             let list = host.list_guests().await.unwrap_or_default();
             (host, list)
         });
-        let lists: Vec<_> = asked.buffered(FAN_OUT).collect().await;
+        let mut lists: Vec<_> = asked.buffered(FAN_OUT).collect().await;
+        let sight = caller.sight();
+        for (_, list) in &mut lists {
+            list.retain(|status: &patchbay_proto::v1::GuestStatus| sight.sees(&status.guest));
+        }
         let registered = patchbay_proto::v1::RegistrationState::Registered;
         let guests = lists.into_iter().flat_map(|(host, list)| {
             list.into_iter().map(move |status| v1::Guest {

@@ -2,6 +2,8 @@
 //! Runs a replica of the controller. It waits to be elected leader and then runs every rollout in
 //! the store.
 
+mod upkeep;
+
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -10,32 +12,30 @@ use std::time::Duration;
 use tokio::sync::{Mutex, mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
+use crate::authority::{Authority, Refused, finish};
 use crate::gates::commands::{Commands, NotUsable};
 use crate::hosts::{HostConfig, Hosts, NameTaken};
 use crate::inventory::Reach;
+use crate::leader::Leader;
 use crate::metrics::Metrics;
-use crate::rollout::{Millis, Phase, Rollout};
+use crate::rollout::Rollout;
 use crate::runner::{Context, Ended, NotDeleted, Running, now};
-use crate::spec::{LateGuests, Spec, SpecError};
+use crate::sight::Sight;
+use crate::spec::{Spec, SpecError};
 use crate::storage::{
     Archive, Keys, Leftover, Loaded, RecordKeys, TooLarge, Unreadable, deletions,
 };
 use crate::store::{Fence, Store, StoreError, commit_all};
-use crate::{drift, inventory, leader, plan, runner, storage};
+use crate::{inventory, leader, plan, runner, storage};
 
 /// The delay before the next candidacy after an error of the store.
 const RETRY: Duration = Duration::from_secs(1);
-/// The interval at which [`change_late_guests`] queries configured hosts.
-const LATE_INTERVAL: Duration = Duration::from_secs(30);
-/// The longest interval at which [`archive_ended`] looks for rollouts.
-const ARCHIVE_INTERVAL: Duration = Duration::from_secs(600);
-/// The interval of rollouts that are kept for less than that.
-const MIN_ARCHIVE_INTERVAL: Duration = Duration::from_secs(1);
 const MAX_NAME_BYTES: usize = 64;
 
 pub struct Config {
-    /// The name of the replica in the store.
-    pub replica: String,
+    /// This replica's record while it leads.
+    pub replica: Leader,
+    pub authority: Authority,
     pub hosts: Vec<HostConfig>,
     /// The settings by which hosts of the registry are reached.
     pub reach: Reach,
@@ -53,6 +53,10 @@ pub struct Controller {
     config: Config,
     store: Arc<dyn Store>,
     leadership: watch::Sender<Option<Arc<Leadership>>>,
+    /// The leader according to the store, while this replica does not lead.
+    leader: watch::Sender<Option<Leader>>,
+    /// True once this replica is to end.
+    ends: watch::Sender<bool>,
     changes: watch::Sender<u64>,
     metrics: Metrics,
 }
@@ -60,6 +64,7 @@ pub struct Controller {
 /// The state that only the leader has.
 pub struct Leadership {
     context: Context,
+    authority: Authority,
     rollouts: RwLock<BTreeMap<String, Arc<Running>>>,
     /// The rollouts that are out of service.
     unreadable: RwLock<BTreeMap<String, OutOfService>>,
@@ -95,6 +100,10 @@ struct Start {
 pub enum PlanError {
     #[error("{0}")]
     Spec(#[from] SpecError),
+    /// The policy does not allow the planner to change these guests and keys. The sentence may name
+    /// guests that the planner may not see.
+    #[error("{0}")]
+    Denied(String),
     #[error("{0:?} is no name of a rollout; give 1 to 64 letters, digits and hyphens")]
     Name(String),
     #[error("rollout {0} exists with another spec; give this one another name")]
@@ -121,6 +130,8 @@ pub enum PlanError {
     TooLarge(#[from] TooLarge),
     #[error("{0}")]
     Store(#[from] StoreError),
+    #[error("{0}")]
+    Audit(Refused),
     #[error("this replica does not lead any more")]
     Deposed,
 }
@@ -136,6 +147,8 @@ impl Controller {
             config,
             store,
             leadership: watch::Sender::new(None),
+            leader: watch::Sender::new(None),
+            ends: watch::Sender::new(false),
             changes: watch::Sender::new(0),
             metrics: Metrics::default(),
         })
@@ -156,6 +169,25 @@ impl Controller {
         &self.metrics
     }
 
+    pub fn authority(&self) -> &Authority {
+        &self.config.authority
+    }
+
+    /// Returns the address at which the leader serves the API, if another replica leads and has
+    /// one.
+    pub fn leader_address(&self) -> Option<String> {
+        let leader = self.leader.borrow();
+        let address = leader.as_ref()?.address.clone()?;
+        // The record is this replica's own if it was killed while it led and started again.
+        (Some(&address) != self.config.replica.address.as_ref()).then_some(address)
+    }
+
+    /// Ends the replica: it resigns, so that another one can lead at once, and
+    /// [`Controller::run`] returns.
+    pub fn end(&self) {
+        self.ends.send_replace(true);
+    }
+
     fn changed(&self) {
         self.changes.send_modify(|changes| *changes += 1);
     }
@@ -172,23 +204,42 @@ impl Controller {
         }
     }
 
-    /// Campaigns for the leadership and leads, in a loop. Dropping the future ends the replica.
+    /// Campaigns for the leadership and leads, in a loop, until [`Controller::end`]. Dropping the
+    /// future ends the replica without a resignation.
     pub async fn run(&self) {
+        let mut ends = self.ends.subscribe();
         loop {
             let error = match self.term().await {
                 Ok(error) | Err(error) => error,
             };
             self.leadership.send_replace(None);
             self.changed();
+            if *self.ends.borrow() {
+                return;
+            }
             tracing::warn!("this replica does not lead: {error}");
-            tokio::time::sleep(RETRY).await;
+            tokio::select! {
+                () = tokio::time::sleep(RETRY) => {}
+                _ = ends.wait_for(|ends| *ends) => return,
+            }
         }
     }
 
     /// Runs one term, until an error ends it.
     async fn term(&self) -> Result<StoreError, StoreError> {
         let config = &self.config;
-        let mut term = leader::campaign(&self.store, &config.replica, config.lease_ttl).await?;
+        let mut ends = self.ends.subscribe();
+        let mut ended = std::pin::pin!(async {
+            // `self` owns the sender, so this cannot fail.
+            let _ = ends.wait_for(|ends| *ends).await;
+            StoreError::Unavailable("this replica ends".to_owned())
+        });
+        let ttl = config.lease_ttl;
+        let campaign = leader::campaign(&self.store, &config.replica, ttl, &self.leader);
+        let mut term = tokio::select! {
+            term = campaign => term?,
+            error = &mut ended => return Ok(error),
+        };
         let hosts = Hosts::new(&config.hosts);
         let hosts = hosts.map_err(|error| StoreError::Invalid(error.to_string()))?;
         let store = self.store.as_ref();
@@ -200,6 +251,7 @@ impl Controller {
         // Reading many rollouts may take longer than the lease lasts.
         let read = tokio::select! {
             error = term.keep() => Err(error),
+            error = &mut ended => Err(error),
             read = read => read,
         };
         let (registry, loaded) = match read {
@@ -229,6 +281,7 @@ impl Controller {
         let (starts, mut started) = mpsc::channel::<Start>(1);
         let leadership = Arc::new(Leadership {
             context: context.clone(),
+            authority: config.authority.clone(),
             rollouts: RwLock::new(rollouts),
             unreadable: RwLock::default(),
             planning: Arc::default(),
@@ -244,9 +297,9 @@ impl Controller {
         self.leadership.send_replace(Some(Arc::clone(&leadership)));
         self.changed();
         self.metrics.term();
-        tracing::info!("replica {} leads", config.replica);
-        let late = change_late_guests(&leadership);
-        let archive = archive_ended(&leadership);
+        tracing::info!("replica {} leads", config.replica.name);
+        let late = upkeep::change_late_guests(&leadership);
+        let archive = upkeep::archive_ended(&leadership);
         let follow = inventory::follow(store, &context.hosts, &config.reach, registry);
         let error = {
             let mut late = std::pin::pin!(late);
@@ -256,6 +309,7 @@ impl Controller {
             loop {
                 tokio::select! {
                     error = &mut keep => break error,
+                    error = &mut ended => break error,
                     () = &mut follow => {}
                     () = &mut late => {}
                     () = &mut archive => {}
@@ -458,9 +512,16 @@ impl Leadership {
             return Err(PlanError::Name(name.to_owned()));
         }
         let spec = Spec::parse(text)?;
+        let may_operate = self.authority.may_operate(principal);
+        may_operate.map_err(PlanError::Denied)?;
+        let may_plan = |rollout: &Rollout| {
+            let may_plan = self.authority.may_plan(principal, rollout);
+            may_plan.map_err(PlanError::Denied)
+        };
         let planning = Arc::clone(&self.planning).lock_owned().await;
         if let Some(existing) = self.rollout(name) {
             let spec_digest = plan::spec_digest(text);
+            may_plan(&existing.rollout())?;
             return match existing.rollout().header().spec_digest == spec_digest {
                 true => Ok(Arc::clone(&existing)),
                 false => Err(PlanError::NameTaken(name.to_owned())),
@@ -475,8 +536,11 @@ impl Leadership {
         self.context.commands.check(&spec).await?;
         let rollout = plan::plan(self.hosts(), name, text, &spec, principal, now()).await;
         if rollout.header().waves.is_empty() {
-            return Err(PlanError::Nothing(nothing(&rollout)));
+            let policy = self.authority.policy().current();
+            let hidden = Sight::new(&policy, principal).hidden(&rollout);
+            return Err(PlanError::Nothing(hidden.shown(&nothing(&rollout))));
         }
+        let rule = may_plan(&rollout)?;
         // A rollout that is retired meanwhile is among the retired ones before it leaves these.
         let mut active = self.rollouts();
         active.retain(|other| other.rollout().header().phase.is_active());
@@ -494,13 +558,21 @@ impl Leadership {
         if let Some((other, what)) = overlap(&retired) {
             return Err(PlanError::Held { other, what });
         }
+        let request = serde_json::json!({ "rollout": name, "digest": rollout.header().digest });
+        let trace_id = rollout.header().trace_id.clone();
+        let intent = self
+            .authority
+            .intend(principal, "Plan", &rule, &request, &trace_id);
+        let intent = intent.await.map_err(PlanError::Audit)?;
         let (leadership, text) = (Arc::clone(self), text.to_owned());
         // If the client disconnects, what is stored must still be started.
         let kept = tokio::spawn(async move {
             let _planning = planning;
             leadership.keep(rollout, spec, &text).await
         });
-        kept.await.unwrap_or(Err(PlanError::Deposed))
+        let kept = kept.await.unwrap_or(Err(PlanError::Deposed));
+        finish(intent, kept.as_ref().map(|_| ""));
+        kept
     }
 
     /// Stores a rollout and has it started.
@@ -539,54 +611,6 @@ fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
     lock.write().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Changes guests that joined after their rollout was planned, if its spec requires that. It checks
-/// for them whenever the registry changes. Configured hosts do not report new guests, so they are
-/// also queried at an interval.
-async fn change_late_guests(leadership: &Leadership) {
-    let mut changes = leadership.hosts().changes();
-    loop {
-        for running in leadership.rollouts() {
-            if let Err(error) = drift::change_late(leadership.hosts(), &running).await {
-                tracing::warn!("guests that joined are not changed: {error}");
-            }
-        }
-        tokio::select! {
-            _ = changes.changed() => {}
-            () = tokio::time::sleep(LATE_INTERVAL) => {}
-        }
-    }
-}
-
-/// Deletes rollouts some time after they have ended.
-async fn archive_ended(leadership: &Leadership) {
-    let keep = leadership.context.archive.keep;
-    let interval = keep.clamp(MIN_ARCHIVE_INTERVAL, ARCHIVE_INTERVAL);
-    let keep = Millis::try_from(keep.as_millis()).unwrap_or(Millis::MAX);
-    loop {
-        // The first round comes later too, so that an operator whose clock or --keep is wrong can
-        // still stop the program.
-        tokio::time::sleep(interval).await;
-        for running in leadership.rollouts() {
-            let is_due = is_due(&running.rollout(), &running.spec, keep, now());
-            if is_due && let Some(Err(error)) = running.delete("").await {
-                tracing::error!("{error}");
-            }
-        }
-    }
-}
-
-/// Returns whether nothing needs the rollout any more, and its time is over.
-fn is_due(rollout: &Rollout, spec: &Spec, keep: Millis, now: Millis) -> bool {
-    let header = rollout.header();
-    // It changes guests that join later, though none of its present guests may be changed.
-    if header.phase == Phase::Completed && spec.late_guests == LateGuests::Change {
-        return false;
-    }
-    let last = header.timeline.last();
-    let last = last.map_or(header.created, |entry| entry.time);
-    last.saturating_add(keep) <= now && rollout.check_deletable().is_ok()
-}
-
 /// Returns the reason why a plan changes nothing, which is the reason of its first guest.
 fn nothing(rollout: &Rollout) -> String {
     use crate::rollout::State;
@@ -595,33 +619,5 @@ fn nothing(rollout: &Rollout) -> String {
         Some((guest, State::Skipped { why })) => format!("{guest}: {why}"),
         _ if rollout.header().message.is_empty() => "no guest matches the selector".to_owned(),
         _ => rollout.header().message.clone(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::rollout::{End, Header};
-    use crate::storage::tests::{SPEC, rollout};
-
-    #[test]
-    fn a_rollout_is_not_deleted_while_it_changes_guests_that_join() {
-        let change = format!("{SPEC}late_guests: change\n");
-        for (phase, text, expected) in [
-            (Phase::Completed, SPEC, true),
-            (Phase::Completed, &change, false),
-            (Phase::Ended(End::Undone), &change, true),
-            (Phase::Planned, SPEC, false),
-        ] {
-            let header = Header {
-                phase,
-                created: 100,
-                ..rollout("net", 1, 1).header().clone()
-            };
-            let one = Rollout::new(header, vec![]);
-            let spec = Spec::parse(text).expect("a spec");
-            assert_eq!(is_due(&one, &spec, 10, 110), expected, "{phase:?}");
-            assert!(!is_due(&one, &spec, 10, 109), "it is kept");
-        }
     }
 }

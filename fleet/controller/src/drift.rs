@@ -8,6 +8,7 @@ use futures_util::StreamExt;
 use patchbay_proto::text::hex;
 use patchbay_proto::v1;
 
+use crate::authority::{Authority, Refused};
 use crate::hosts::{CallError, Host, Hosts};
 use crate::plan::{self, Asks, FAN_OUT};
 use crate::rollout::{Member, NotLegal, Phase, Plan, State, bounded};
@@ -55,12 +56,18 @@ pub struct Report {
 pub enum DriftError {
     #[error("{0}")]
     NotLegal(#[from] NotLegal),
-    #[error("this replica does not lead any more")]
-    Deposed,
+    #[error("{0}")]
+    Refused(#[from] Refused),
 }
 
 /// The member of each guest, by host and name.
 type Current = BTreeMap<(String, String), (usize, Member)>;
+
+/// The person who gives a command.
+struct By<'a> {
+    authority: &'a Authority,
+    principal: &'a str,
+}
 
 /// The parts of a rollout that are compared.
 struct Snapshot {
@@ -93,6 +100,7 @@ impl Snapshot {
 /// [`DriftError`].
 pub async fn drift(
     hosts: &Hosts,
+    authority: &Authority,
     running: &Running,
     action: Action,
     principal: &str,
@@ -131,9 +139,19 @@ pub async fn drift(
     match action {
         Action::Report => {}
         Action::Fix => {
-            fix(hosts, running, &snapshot, principal, &mut report).await?;
+            let by = By {
+                authority,
+                principal,
+            };
+            fix(hosts, running, &snapshot, &by, &mut report).await?;
         }
-        Action::Adopt => adopt(running, &snapshot.current, principal, &mut report).await?,
+        Action::Adopt => {
+            let by = By {
+                authority,
+                principal,
+            };
+            adopt(running, &snapshot.current, &by, &mut report).await?;
+        }
     }
     Ok(report)
 }
@@ -276,7 +294,7 @@ async fn fix(
     hosts: &Hosts,
     running: &Running,
     snapshot: &Snapshot,
-    principal: &str,
+    by: &By<'_>,
     report: &mut Report,
 ) -> Result<(), DriftError> {
     for drift in &mut report.drifts {
@@ -299,16 +317,18 @@ async fn fix(
             let host = hosts.get(&guest.0)?;
             let member = snapshot.current.get(&guest);
             let generation = member.map_or(1, |(_, member)| member.generation.saturating_add(1));
-            Some(validate(running, &host, &guest.1, generation, principal).await)
+            Some(validate(running, &host, &guest.X)
         })
         .buffered(FAN_OUT);
     let prepared: Vec<Option<Member>> = validated.collect().await;
-    let (skipped, added): (Vec<Member>, Vec<Member>) = prepared
-        .into_iter()
-        .flatten()
-        .partition(|member| matches!(member.state, State::Skipped { .. }));
-    for member in skipped {
-        let State::Skipped { why } = member.state else {
+    let mut added = Vec::new();
+    for member in prepared.into_iter().flatten() {
+        let why = match &member.state {
+            State::Skipped { why } => Err(why.clone()),
+            _ => by.authority.may_extend(by.principal, &member),
+        };
+        let Err(why) = why else {
+            added.push(member);
             continue;
         };
         let is_its = |drift: &&mut Drift| drift.host == member.host && drift.guest == member.guest;
@@ -324,7 +344,8 @@ async fn fix(
         added,
         by_waves: true,
     };
-    tell(running, command, principal).await
+    let passed_on = by.authority.pass_on(by.principal, "", running, command);
+    Ok(passed_on.await?)
 }
 
 /// Validates the claims on a guest's keys. A guest whose claims do not fit into the store is left
@@ -350,12 +371,18 @@ async fn validate(
 async fn adopt(
     running: &Running,
     current: &Current,
-    principal: &str,
+    by: &By<'_>,
     report: &mut Report,
 ) -> Result<(), DriftError> {
     let (mut drifted, mut joined) = (BTreeSet::new(), Vec::new());
     for drift in &mut report.drifts {
         let guest = (drift.host.clone(), drift.guest.clone());
+        let member = current.get(&guest).map(|(_, member)| member.clone());
+        let member = member.unwrap_or_else(|| Member::new(&guest.0, &guest.1));
+        if let Err(why) = by.authority.may_adopt(by.principal, &member) {
+            drift.left = Some(why);
+            continue;
+        }
         match drift.cause {
             Cause::Unreachable => drift.left = Some("its state is unknown".to_owned()),
             Cause::Late => joined.push(Member {
@@ -373,19 +400,19 @@ async fn adopt(
         return Ok(());
     }
     let drifted = drifted.into_iter().collect();
-    tell(running, Command::Adopt { drifted, joined }, principal).await
+    let command = Command::Adopt { drifted, joined };
+    let passed_on = by.authority.pass_on(by.principal, "", running, command);
+    Ok(passed_on.await?)
 }
 
-async fn tell(running: &Running, command: Command, principal: &str) -> Result<(), DriftError> {
-    match running.command(command, principal).await {
-        Some(result) => Ok(result?),
-        None => Err(DriftError::Deposed),
-    }
-}
-
-/// Changes the guests that joined since the plan, if the spec requires that and the rollout is
-/// completed.
-pub async fn change_late(hosts: &Hosts, running: &Running) -> Result<(), DriftError> {
+/// Changes the guests that joined since the plan, if the spec requires that, the rollout is
+/// completed, and the policy still allows it to the principal that started the rollout. The other
+/// guests wait, and the rollout's message says why.
+pub async fn change_late(
+    hosts: &Hosts,
+    authority: &Authority,
+    running: &Running,
+) -> Result<(), DriftError> {
     if running.spec.late_guests != LateGuests::Change {
         return Ok(());
     }
@@ -394,16 +421,25 @@ pub async fn change_late(hosts: &Hosts, running: &Running) -> Result<(), DriftEr
         return Ok(());
     }
     let wave = format!("late-{}", snapshot.waves + 1);
-    let starter = &running.rollout().header().starter().to_owned();
+    let by = &running.rollout().header().starter().to_owned();
     let prepared =
         futures_util::stream::iter(late(hosts, &running.spec, &snapshot.current).await)
             .map(|(host, status)| async move {
-                validate(running, &host, &status.guest, 1, starter).await
+                validate(running, &host, &status.guest, 1, by).await
             })
             .buffered(FAN_OUT);
     let mut added: Vec<Member> = prepared.collect().await;
     // A guest that refuses now may not have booted yet, so it remains drift.
     added.retain(|member| !matches!(member.state, State::Skipped { .. }));
+    let mut waiting = Vec::new();
+    added.retain(|member| match authority.may_extend(by, member) {
+        Ok(()) => true,
+        Err(why) => {
+            waiting.push((member.guest.clone(), why));
+            false
+        }
+    });
+    set_waiting(running, by, &waiting);
     if added.is_empty() {
         return Ok(());
     }
@@ -412,5 +448,27 @@ pub async fn change_late(hosts: &Hosts, running: &Running) -> Result<(), DriftEr
         added,
         by_waves: false,
     };
-    tell(running, command, "").await
+    match running.command(command, "").await {
+        Some(result) => Ok(result?),
+        None => Err(Refused::Deposed.into()),
+    }
+}
+
+/// Shows which guests that joined wait, and why.
+fn set_waiting(running: &Running, by: &str, waiting: &[(String, String)]) {
+    let text = waiting.first().map_or_else(String::new, |(guest, why)| {
+        let others = match waiting.len() - 1 {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        format!(
+            "{guest}{others} joined and is not changed: {by:?}, who started the rollout, may not \
+             change it now: {why}"
+        )
+    });
+    let mut rollout = running.rollout();
+    if !text.is_empty() && rollout.message() != text {
+        tracing::warn!(rollout = rollout.header().name, "{text}");
+    }
+    rollout.set_late(bounded(&text));
 }

@@ -3,17 +3,49 @@
 //!
 //! A replica that finds the leader's key absent writes it under a lease. The leader renews the
 //! lease, and a watch reports to the other replicas when the key is gone. A leader that cannot
-//! renew in time resigns. If a leader does not notice that it has lost the leadership, the fence of
+//! renew in time resigns, and so does one that is asked to end. If a leader does not notice that it has lost the leadership, the fence of
 //! its writes stops it.
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use patchbay_access::connect::is_address;
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::store::{Change, Expected, Fence, LeaseId, Store, StoreError, Transaction};
 
 const KEY: &str = "leader";
+/// The maximum time of a resignation, after which the lease expires by itself.
+const RESIGN_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The leader's record in the store.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Leader {
+    /// The name of the replica.
+    pub name: String,
+    /// The ADDRESS:PORT at which the replica serves the API; `None` if it serves only its socket.
+    pub address: Option<String>,
+}
+
+impl Leader {
+    /// Reads a record. A record that is no JSON, as earlier programs wrote it, is the name alone.
+    fn read(value: &[u8]) -> Self {
+        let mut leader: Self = serde_json::from_slice(value).unwrap_or_else(|_| Self {
+            name: String::from_utf8_lossy(value).into_owned(),
+            address: None,
+        });
+        // The address is sent to clients, which show it.
+        leader.address = leader.address.filter(|address| is_address(address));
+        leader
+    }
+
+    fn write(&self) -> Vec<u8> {
+        // This fails only for maps whose keys are no texts.
+        serde_json::to_vec(self).expect("a record of texts")
+    }
+}
 
 /// A term as leader.
 pub struct Term {
@@ -26,22 +58,25 @@ pub struct Term {
     store: Arc<dyn Store>,
 }
 
-/// Waits until this replica leads.
+/// Waits until this replica leads. Meanwhile `leader` has the record of the one that leads.
 ///
 /// # Errors
 /// [`StoreError`], after which the caller may try again.
 pub async fn campaign(
     store: &Arc<dyn Store>,
-    replica: &str,
+    replica: &Leader,
     ttl: Duration,
+    leader: &watch::Sender<Option<Leader>>,
 ) -> Result<Term, StoreError> {
     loop {
-        wait_until_absent(store.as_ref()).await?;
+        wait_until_absent(store.as_ref(), leader).await?;
         let renewed = Instant::now();
         let lease = store.grant(ttl).await?;
-        let candidacy = Transaction::new()
-            .expect(KEY, Expected::Absent)
-            .put_leased(KEY, replica, lease);
+        let candidacy = Transaction::new().expect(KEY, Expected::Absent).put_leased(
+            KEY,
+            replica.write(),
+            lease,
+        );
         match store.commit(candidacy).await {
             Ok(created) => {
                 let key = KEY.to_owned();
@@ -60,10 +95,15 @@ pub async fn campaign(
     }
 }
 
-async fn wait_until_absent(store: &dyn Store) -> Result<(), StoreError> {
+async fn wait_until_absent(
+    store: &dyn Store,
+    leader: &watch::Sender<Option<Leader>>,
+) -> Result<(), StoreError> {
     loop {
         let snapshot = store.range(KEY).await?;
-        if snapshot.entries.is_empty() {
+        let found = snapshot.entries.first();
+        leader.send_replace(found.map(|entry| Leader::read(&entry.value)));
+        if found.is_none() {
             return Ok(());
         }
         let mut watch = store.watch(KEY, snapshot.revision + 1).await?;
@@ -112,7 +152,8 @@ impl Term {
     /// Gives up the leadership, so that another replica can lead at once.
     pub async fn resign(self) {
         // If this fails, the lease expires.
-        let _ = self.store.revoke(self.lease).await;
+        let revoked = self.store.revoke(self.lease);
+        let _ = tokio::time::timeout(RESIGN_TIMEOUT, revoked).await;
     }
 }
 
@@ -130,6 +171,13 @@ mod tests {
     /// The lease's lifetime. It is long enough that a loaded machine does not end a term between
     /// two renewals.
     const TTL: Duration = Duration::from_secs(6);
+
+    fn leader() -> Leader {
+        Leader {
+            name: "replica".to_owned(),
+            address: None,
+        }
+    }
 
     /// A store whose renewals first have these outcomes and then succeed.
     struct Renewals {
@@ -164,7 +212,9 @@ mod tests {
             renewed: Notify::new(),
         });
         let store: Arc<dyn Store> = renewals.clone();
-        let mut term = campaign(&store, "replica", TTL).await.unwrap();
+        let mut term = campaign(&store, &leader(), TTL, &watch::Sender::default())
+            .await
+            .unwrap();
         tokio::select! {
             error = term.keep() => Some(error),
             () = renewals.renewed.notified() => None,
@@ -189,7 +239,9 @@ mod tests {
             renewed: Notify::new(),
         });
         let store: Arc<dyn Store> = renewals.clone();
-        let mut term = campaign(&store, "replica", TTL).await.unwrap();
+        let mut term = campaign(&store, &leader(), TTL, &watch::Sender::default())
+            .await
+            .unwrap();
         for _ in 0..12 {
             tokio::select! {
                 error = term.keep() => panic!("{error}"),

@@ -17,6 +17,7 @@
 extern crate self as patchbay_fleet;
 
 pub mod api;
+pub mod authority;
 pub mod clock;
 pub mod controller;
 pub mod drift;
@@ -30,6 +31,7 @@ pub mod plan;
 pub mod rollout;
 pub mod runner;
 pub mod scrape;
+mod sight;
 pub mod spec;
 pub mod storage;
 mod trusted;

@@ -12,22 +12,31 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::{Args, CommandFactory, Parser, ValueEnum};
+use patchbay_access::audit::{Audit, AuditLog};
+use patchbay_access::connect::is_address;
 use patchbay_access::listen::client_cas::ClientCas;
 use patchbay_access::listen::tls::{Tls, TlsFiles};
 use patchbay_access::policy::LivePolicy;
 use patchbay_access::scrape::MetricsAddress;
 use patchbay_access::spans::Exporter;
 use patchbay_fleet::api;
+use patchbay_fleet::authority::Authority;
 use patchbay_fleet::controller::{Config, Controller};
 use patchbay_fleet::gates::commands::{self, Commands};
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint, TlsFiles as HostTlsFiles};
 use patchbay_fleet::inventory::Reach;
+use patchbay_fleet::leader::Leader;
 use patchbay_fleet::page::Page;
 use patchbay_fleet::storage::{Archive, RecordKeys};
 use patchbay_fleet::store::{DEFAULT_ROOT, EmbeddedStore, EtcdStore, Store, registry};
 use patchbay_proto::socket::ListeningSocket;
 use patchbay_store::args::EtcdTlsArgs;
+use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::oneshot;
+
+/// The time within which calls in progress must end once this replica has resigned.
+const DRAIN_TIME: Duration = Duration::from_secs(2);
 
 /// Rolls changes of static keys out over the guests of many hosts.
 #[derive(Parser)]
@@ -79,12 +88,20 @@ struct Arguments {
     /// Authenticate the records of the time before --record-key, and end. No replica may run
     #[arg(long, requires = "record_keys")]
     adopt_unsigned_records: bool,
+    /// Mode of the socket, octal 0 to 777; the policy decides by uid what each user who can connect
+    /// may do
+    #[arg(long, value_name = "OCTAL", default_value = "600", value_parser = parse_mode)]
+    socket_mode: u32,
     #[command(flatten)]
-    page: PageArguments,
-    /// Policy of the page; without it only the user that the controller runs as has access, and
-    /// nobody over TLS
+    remote: RemoteArguments,
+    /// Policy: who may do what; without it only root and the user that the controller runs as have
+    /// access, and nobody over TLS
     #[arg(long, value_name = "FILE")]
     policy: Option<PathBuf>,
+    /// Audit log of the commands that people give; without it none is kept, and nobody may break
+    /// the glass
+    #[arg(long, value_name = "FILE")]
+    audit_log: Option<PathBuf>,
     /// Serve Prometheus metrics on a loopback address or a unix socket
     #[arg(long, value_name = "127.0.0.1:PORT|unix:PATH")]
     metrics: Option<MetricsAddress>,
@@ -106,15 +123,22 @@ struct Arguments {
     hosts: Vec<HostConfig>,
 }
 
-/// The options of the operators' page.
+/// The options of the API over TCP and of the operators' page.
 #[derive(Args)]
-struct PageArguments {
+struct RemoteArguments {
+    /// Serve the API over TCP with mutual TLS
+    #[arg(long, value_name = "ADDRESS:PORT", requires = "cert")]
+    listen: Option<SocketAddr>,
+    /// Address at which clients reach --listen, for replicas that do not lead [default: the
+    /// address of --listen]
+    #[arg(long, value_name = "ADDRESS:PORT", requires = "listen", value_parser = parse_address)]
+    advertise: Option<String>,
     /// Serve the page on this address, which must be of the loopback interface unless --cert is
     /// given
     #[arg(long, value_name = "ADDRESS:PORT")]
     page: Option<SocketAddr>,
-    /// The page's certificate, PEM; browsers then need one too
-    #[arg(long, value_name = "FILE", requires_all = ["page", "key", "policy"])]
+    /// Certificate of --listen and the page, PEM; clients and browsers then need one too
+    #[arg(long, value_name = "FILE", requires_all = ["key", "policy"])]
     cert: Option<PathBuf>,
     /// Private key of --cert, PEM
     #[arg(long, value_name = "FILE", requires = "cert")]
@@ -150,6 +174,20 @@ fn parse_host(text: &str) -> Result<HostConfig, String> {
         endpoint: HostEndpoint::Socket(socket.into()),
         labels: labels.collect::<Result<_, String>>()?,
     })
+}
+
+fn parse_mode(text: &str) -> Result<u32, String> {
+    match u32::from_str_radix(text, 8) {
+        Ok(mode) if mode <= 0o777 => Ok(mode),
+        _ => Err("give an octal mode such as 660".to_owned()),
+    }
+}
+
+fn parse_address(text: &str) -> Result<String, String> {
+    match is_address(text) {
+        true => Ok(text.to_owned()),
+        false => Err(format!("{text:?} is no address; give ADDRESS:PORT")),
+    }
 }
 
 fn parse_root(text: &str) -> Result<String, String> {
@@ -208,12 +246,25 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     if let Some(tls) = &tls {
         tls.connector().context("the certificates cannot be used")?;
     }
+    let people = People::read(&arguments)?;
+    let tcp = match (arguments.remote.listen, &people.tls) {
+        (Some(address), Some(tls)) => Some((listen(address).await?, tls.clone())),
+        _ => None,
+    };
+    let address = match &tcp {
+        Some((listener, _)) => Some(advertised(&arguments, listener.local_addr()?)?),
+        None => None,
+    };
     let config = Config {
         reach: Reach {
             machine: registry::machine(),
             tls,
         },
-        replica: format!("pid-{}", std::process::id()),
+        replica: Leader {
+            name: format!("pid-{}", std::process::id()),
+            address,
+        },
+        authority: people.authority.clone(),
         hosts: arguments.hosts.clone(),
         lease_ttl: Duration::from_secs(arguments.lease_seconds),
         archive: Archive {
@@ -235,23 +286,47 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     }
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM cannot be handled")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT cannot be handled")?;
-    let ended = async move {
+    let asked_to_end = async {
         tokio::select! {
             _ = terminate.recv() => {}
             _ = interrupt.recv() => {}
         }
+        controller.end();
+        std::future::pending::<()>().await;
     };
-    let (page, reload) = page(&arguments, Arc::clone(&controller)).await?;
+    let page = page(&arguments, &people, Arc::clone(&controller)).await?;
     let metrics = scrape(arguments.metrics.as_ref(), Arc::clone(&controller)).await?;
-    let socket = ListeningSocket::bind(&arguments.socket)?;
-    let serving = api::serve(Arc::clone(&controller), &socket, ended);
+    let socket = ListeningSocket::bind_with_mode(&arguments.socket, arguments.socket_mode)?;
+    let (drain, drained) = oneshot::channel::<()>();
+    let serving = api::serve(Arc::clone(&controller), &socket, tcp, async {
+        // A dropped sender means that the program ends.
+        let _ = drained.await;
+    });
+    let mut serving = std::pin::pin!(serving);
+    let audit = people.authority.audit().cloned();
+    let watching = async {
+        match audit.clone() {
+            Some(audit) => audit.watch().await,
+            None => std::future::pending().await,
+        }
+    };
     let result = tokio::select! {
-        result = serving => result,
-        () = controller.run() => Ok(()),
+        result = &mut serving => result,
+        // This replica has resigned, so another one can lead while the calls end.
+        () = controller.run() => {
+            drop(drain);
+            let ended = tokio::time::timeout(DRAIN_TIME, serving).await;
+            ended.unwrap_or(Ok(()))
+        }
         () = page => Ok(()),
         () = metrics => Ok(()),
-        result = reload => result,
+        () = asked_to_end => Ok(()),
+        () = watching => Ok(()),
+        result = people.reload() => result,
     };
+    if let Some(audit) = audit {
+        audit.flush().await;
+    }
     exporter.shutdown().await;
     result
 }
@@ -269,6 +344,25 @@ async fn adopt(controller: &Controller) -> anyhow::Result<()> {
     Ok(())
 }
 
+async fn listen(address: SocketAddr) -> anyhow::Result<TcpListener> {
+    let listener = TcpListener::bind(address).await;
+    let listener = listener
+        .with_context(|| format!("the API cannot be served on {address}; give another address"))?;
+    tracing::info!(address = %listener.local_addr()?, "listening with mutual TLS");
+    Ok(listener)
+}
+
+/// Returns the address at which clients reach the API of this replica.
+fn advertised(arguments: &Arguments, bound: SocketAddr) -> anyhow::Result<String> {
+    match &arguments.remote.advertise {
+        Some(address) => Ok(address.clone()),
+        None if bound.ip().is_unspecified() => bail!(
+            "clients cannot be sent to {bound}; name this machine with --advertise ADDRESS:PORT"
+        ),
+        None => Ok(bound.to_string()),
+    }
+}
+
 fn start_log(format: LogFormat) {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env();
     let filter = filter.unwrap_or_else(|_| "info".into());
@@ -284,59 +378,85 @@ fn start_log(format: LogFormat) {
 
 type Task<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
-/// Serves the page, and reloads its policy and certificates on SIGHUP.
-async fn page(
-    arguments: &Arguments,
-    controller: Arc<Controller>,
-) -> anyhow::Result<(Task<()>, Task<anyhow::Result<()>>)> {
-    let PageArguments {
-        page,
-        cert,
-        key,
-        clients,
-    } = &arguments.page;
-    if cert.is_some() == clients.is_empty() {
-        bail!(
-            "--cert and the browsers' CAs are only valid together; give --cert with --client-ca DOMAIN=FILE or \
-             --common-name-ca FILE"
-        );
+/// The authority and the certificates of the API and of the page.
+struct People {
+    authority: Authority,
+    tls: Option<Tls>,
+}
+
+impl People {
+    fn read(arguments: &Arguments) -> anyhow::Result<Self> {
+        let RemoteArguments {
+            listen,
+            page,
+            cert,
+            key,
+            clients,
+            ..
+        } = &arguments.remote;
+        if cert.is_some() == clients.is_empty() {
+            bail!(
+                "--cert and the clients' CAs are only valid together; give --cert with --client-ca DOMAIN=FILE or \
+                 --common-name-ca FILE"
+            );
+        }
+        if cert.is_some() && listen.is_none() && page.is_none() {
+            bail!("nothing uses --cert; give --listen or --page");
+        }
+        let policy = match &arguments.policy {
+            Some(file) => LivePolicy::read(file.clone())?,
+            None => LivePolicy::own_user_only(rustix::process::geteuid().as_raw()),
+        };
+        let tls = match (cert, key) {
+            (Some(certificate), Some(key)) => Some(Tls::read(TlsFiles {
+                certificate: certificate.clone(),
+                key: key.clone(),
+                clients: clients.clone(),
+            })?),
+            _ => None,
+        };
+        let audit = match &arguments.audit_log {
+            Some(file) => Some(Audit::start(AuditLog::open(file)?)?),
+            None => None,
+        };
+        let authority = Authority::new(policy, audit);
+        Ok(Self { authority, tls })
     }
-    let policy = match &arguments.policy {
-        Some(file) => LivePolicy::read(file.clone())?,
-        None => LivePolicy::own_user_only(rustix::process::geteuid().as_raw()),
-    };
-    let tls = match (cert, key) {
-        (Some(certificate), Some(key)) => Some(Tls::read(TlsFiles {
-            certificate: certificate.clone(),
-            key: key.clone(),
-            clients: clients.clone(),
-        })?),
-        _ => None,
-    };
-    let mut hangup = signal(SignalKind::hangup()).context("SIGHUP cannot be handled")?;
-    let (again, certificates) = (policy.clone(), tls.clone());
-    let reload = async move {
+
+    /// Reads the policy and the certificates again on each SIGHUP.
+    async fn reload(&self) -> anyhow::Result<()> {
+        let mut hangup = signal(SignalKind::hangup()).context("SIGHUP cannot be handled")?;
         while let Some(()) = hangup.recv().await {
-            if let Err(error) = again.reload() {
-                tracing::error!(%error, "the new policy is refused, and the old one stays in force; correct it and send SIGHUP");
+            match self.authority.policy().reload() {
+                Ok(()) => tracing::info!("policy read again"),
+                Err(error) => {
+                    tracing::error!(%error, "the new policy is refused, and the old one stays in force; correct it and send SIGHUP");
+                }
             }
-            if let Some(Err(error)) = certificates.as_ref().map(Tls::reload) {
+            if let Some(Err(error)) = self.tls.as_ref().map(Tls::reload) {
                 tracing::error!(%error, "the new certificates are refused, and the old ones stay in use; correct them and send SIGHUP");
             }
         }
         Ok(())
-    };
-    let Some(address) = *page else {
-        return Ok((Box::pin(std::future::pending()), Box::pin(reload)));
+    }
+}
+
+async fn page(
+    arguments: &Arguments,
+    people: &People,
+    controller: Arc<Controller>,
+) -> anyhow::Result<Task<()>> {
+    let Some(address) = arguments.remote.page else {
+        return Ok(Box::pin(std::future::pending()));
     };
     let config = patchbay_fleet::page::Config {
         address,
-        tls,
-        policy,
+        tls: people.tls.clone(),
+        policy: people.authority.policy().clone(),
     };
     let page = Page::bind(config, controller).await?;
     tracing::info!("the page is at {}", page.link()?);
-    Ok((Box::pin(page.run()), Box::pin(reload)))
+    Ok(Box::pin(page.run()))
 }
 
 async fn scrape(

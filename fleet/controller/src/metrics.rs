@@ -33,6 +33,7 @@ struct Inner {
     store_waits: Counter,
     archive_failures: Counter,
     terms: Counter,
+    broken_glass: Counter,
 }
 
 impl Default for Inner {
@@ -44,6 +45,7 @@ impl Default for Inner {
             store_waits: Counter::default(),
             archive_failures: Counter::default(),
             terms: Counter::default(),
+            broken_glass: Counter::default(),
         }
     }
 }
@@ -81,6 +83,11 @@ impl Metrics {
     /// Counts a rollout that is not deleted, because it cannot be written to a file.
     pub fn archive_failed(&self) {
         self.0.archive_failures.inc();
+    }
+
+    /// Counts a start or a promotion without the approvals that it needs.
+    pub fn glass_broken(&self) {
+        self.0.broken_glass.inc();
     }
 
     /// Counts the beginning of a term of this replica as leader.
@@ -121,6 +128,11 @@ impl Metrics {
             "terms",
             "Times that this replica began to lead",
             inner.terms.clone(),
+        );
+        registry.register(
+            "broken_glass",
+            "Starts and promotions without the approvals that they need",
+            inner.broken_glass.clone(),
         );
     }
 }

@@ -48,9 +48,15 @@ pub enum Command {
     Start {
         digest: String,
     },
+    /// Starts a plan whose approvals are missing.
+    StartUnapproved {
+        digest: String,
+    },
     Pause,
     Resume,
     Promote,
+    /// Promotes a rollout whose gates the policy wants approved.
+    PromoteUnapproved,
     Abort,
     Undo,
     /// Adds waves of further guests, which the spec cuts: all of its waves, or the last one only.
@@ -137,6 +143,36 @@ pub enum Ended {
 }
 
 impl Command {
+    /// Returns the name of the method that gives the command.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Approve { .. } => "Approve",
+            Self::Start { .. } | Self::StartUnapproved { .. } => "Start",
+            Self::Pause => "Pause",
+            Self::Resume => "Resume",
+            Self::Promote | Self::PromoteUnapproved => "Promote",
+            Self::Abort => "Abort",
+            Self::Undo => "Undo",
+            Self::Extend { .. } | Self::Adopt { .. } => "Drift",
+            Self::Forget { .. } => "Forget",
+        }
+    }
+
+    /// Returns whether the command advances the rollout. The other commands stop or undo it.
+    pub fn advances(&self) -> bool {
+        match self {
+            Self::Approve { .. } | Self::Start { .. } | Self::StartUnapproved { .. } => true,
+            Self::Resume | Self::Promote | Self::PromoteUnapproved | Self::Extend { .. } => true,
+            Self::Pause | Self::Abort | Self::Undo => false,
+            Self::Adopt { .. } | Self::Forget { .. } => false,
+        }
+    }
+
+    /// Returns whether the command needs the role `break-glass`.
+    pub fn breaks_glass(&self) -> bool {
+        matches!(self, Self::StartUnapproved { .. } | Self::PromoteUnapproved)
+    }
+
     /// Changes the rollout as the principal wants.
     ///
     /// # Errors
@@ -151,9 +187,11 @@ impl Command {
         match self {
             Self::Approve { digest } => rollout.approve(principal, &digest, now),
             Self::Start { digest } => rollout.start(principal, &digest, now),
+            Self::StartUnapproved { digest } => rollout.start_unapproved(principal, &digest, now),
             Self::Pause => rollout.pause(principal, now),
             Self::Resume => rollout.resume(principal, now),
             Self::Promote => rollout.promote(principal, now),
+            Self::PromoteUnapproved => rollout.promote_unapproved(principal, now),
             Self::Abort => {
                 rollout.abort(principal, now);
                 Ok(())
@@ -297,7 +335,11 @@ impl Running {
                 Some(asked) = asked.recv() => match asked {
                     Asked::Command { command, principal, reply } => {
                         self.follow(&mut clocks);
+                        let breaks_glass = command.breaks_glass();
                         let result = self.obey(command, &principal);
+                        if breaks_glass && result.is_ok() {
+                            context.metrics.glass_broken();
+                        }
                         replies.push((reply, result));
                     }
                     Asked::Delete { principal, reply } => {

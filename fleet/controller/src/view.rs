@@ -8,6 +8,7 @@ use crate::drift::{Cause, Drift};
 use crate::rollout::{
     End, Failure, Header, Member, Millis, Phase, Rollout, Stage, State, TimelineEntry, Wave,
 };
+use crate::sight::Sight;
 
 fn duration(micros: u64) -> prost_types::Duration {
     prost_types::Duration {
@@ -32,19 +33,20 @@ pub fn phase(phase: Phase) -> v1::Phase {
     }
 }
 
-/// Converts a rollout, with or without its guests.
-pub fn rollout(rollout: &Rollout, guests: bool) -> v1::Rollout {
+/// Converts a rollout, with or without its guests. Guests outside of `sight` are left out.
+pub fn rollout(rollout: &Rollout, guests: bool, sight: &Sight<'_>) -> v1::Rollout {
     let header = rollout.header();
-    let wave = |wave: &Wave| self::wave(header, wave, &rollout.members()[wave.members()]);
+    let wave = |wave: &Wave| self::wave(header, wave, sight.of(&rollout.members()[wave.members()]));
     let members = rollout.members().iter().enumerate();
-    let members = members.filter(|(_, member)| member.state != State::Superseded);
+    let members = members
+        .filter(|(_, member)| member.state != State::Superseded && sight.sees(&member.guest));
     let members = members.map(|(index, member)| guest(header, index, member));
     v1::Rollout {
         name: header.name.clone(),
         title: header.title.clone(),
         phase: phase(header.phase).into(),
         digest: header.digest.clone(),
-        message: header.message.clone(),
+        message: rollout.message().to_owned(),
         wave: number(header.wave),
         waves: header.waves.iter().map(wave).collect(),
         guests: if guests { members.collect() } else { vec![] },
@@ -62,9 +64,8 @@ fn entry(entry: &TimelineEntry) -> v1::TimelineEntry {
     }
 }
 
-fn wave(header: &Header, wave: &Wave, members: &[Member]) -> v1::Wave {
+fn wave<'m>(header: &Header, wave: &Wave, members: impl Iterator<Item = &'m Member>) -> v1::Wave {
     let members: Vec<&Member> = members
-        .iter()
         .filter(|member| member.state != State::Superseded)
         .collect();
     let count = |wanted: fn(&State) -> bool| {

@@ -14,8 +14,10 @@ mod processes {
     mod outages;
     mod persons;
     mod records;
+    mod people;
     mod registry;
     mod samples;
+    mod setup;
     mod stalls;
     mod storage;
 }

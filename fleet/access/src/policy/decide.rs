@@ -249,7 +249,7 @@ impl Rule {
             .or_else(|| self.lacks_room(question))
     }
 
-    fn lacks_rights(&self, question: &Question<'_>) -> Option<Lack> {
+    pub(super) fn lacks_rights(&self, question: &Question<'_>) -> Option<Lack> {
         if !self.principals.select_path(question.principal) {
             return Some(Lack::Principal);
         }

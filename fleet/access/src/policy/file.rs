@@ -10,13 +10,20 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 use static_keys::{PatternError, Patterns};
 
+use super::approvals::{Approvals, ApprovalsInFile};
+
 /// The maximum size of a policy file. A larger one is refused.
 pub const MAX_POLICY_BYTES: u64 = 1 << 20;
+/// The maximum number of approvals that a policy can demand.
+pub const MAX_APPROVALS: usize = 64;
+/// The name in a policy of the role that may do what an operator may, and may break the glass.
+const BREAK_GLASS: &str = "break-glass";
 
 /// A checked policy.
 #[derive(Clone, Debug)]
 pub struct Policy {
     pub(super) rules: Vec<Rule>,
+    pub(super) approvals: Vec<Approvals>,
     revoked: Vec<String>,
 }
 
@@ -29,6 +36,8 @@ pub struct Rule {
     /// The principals without the patterns that select everybody; `None` if nothing is left.
     pub(super) named: Option<Patterns>,
     pub(super) role: Role,
+    /// The rule's principals may break the glass: start and promote rollouts without approvals.
+    pub(super) breaks_glass: bool,
     pub(super) guests: Patterns,
     pub(super) keys: Patterns,
     pub(super) max_keys: Option<usize>,
@@ -97,6 +106,15 @@ pub enum PolicyError {
         /// The text that was given as a fingerprint.
         text: String,
     },
+    /// A number of approvals is out of range.
+    #[error("approvals: min is {min}; give 1 to {MAX_APPROVALS}")]
+    Approvals {
+        /// The number that was given.
+        min: usize,
+    },
+    /// A glob of `approvals` is malformed.
+    #[error("approvals, keys: {0}")]
+    ApprovalKeys(PatternError),
     /// A rule that allows no changes has a cap.
     #[error("rule {rule:?}: {field} has no effect, because a viewer changes nothing; leave it out")]
     CapOfViewers {
@@ -130,12 +148,34 @@ pub enum PolicyError {
 struct PolicyFile {
     rules: Vec<RuleInFile>,
     #[serde(default)]
+    approvals: Vec<ApprovalsInFile>,
+    #[serde(default)]
     revoked_certificates: Vec<String>,
 }
 
-fn role<'de, D: Deserializer<'de>>(from: D) -> Result<Role, D::Error> {
-    let text = String::deserialize(from)?;
-    text.parse().map_err(D::Error::custom)
+/// A role of the file: the role of `patchbay.v1`, and whether it may break the glass.
+struct RoleInFile {
+    role: Role,
+    breaks_glass: bool,
+}
+
+impl<'de> Deserialize<'de> for RoleInFile {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(from)?;
+        if text == BREAK_GLASS {
+            return Ok(Self {
+                role: Role::Operator,
+                breaks_glass: true,
+            });
+        }
+        let role = text
+            .parse()
+            .map_err(|error| D::Error::custom(format_args!("{error}, or {BREAK_GLASS}")))?;
+        Ok(Self {
+            role,
+            breaks_glass: false,
+        })
+    }
 }
 
 #[derive(Deserialize)]
@@ -143,8 +183,7 @@ fn role<'de, D: Deserializer<'de>>(from: D) -> Result<Role, D::Error> {
 struct RuleInFile {
     name: String,
     principals: Vec<String>,
-    #[serde(deserialize_with = "role")]
-    role: Role,
+    role: RoleInFile,
     #[serde(default)]
     guests: Vec<String>,
     #[serde(default)]
@@ -204,7 +243,12 @@ impl Policy {
             }
             revoked.push(digits.to_ascii_lowercase());
         }
-        Ok(Self { rules, revoked })
+        let approvals = file.approvals.into_iter().map(Approvals::check);
+        Ok(Self {
+            rules,
+            approvals: approvals.collect::<Result<_, _>>()?,
+            revoked,
+        })
     }
 
     /// Returns whether the certificate with this SHA-256 (lower-case hexadecimal) is revoked.
@@ -213,14 +257,16 @@ impl Policy {
         self.revoked.iter().any(|revoked| revoked == fingerprint)
     }
 
-    /// Creates a policy with a single rule that makes this user an admin.
+    /// Creates a policy with a single rule that makes this user and root admins.
     pub(super) fn own_user_only(uid: u32) -> Self {
-        let principals = Patterns::parse(&[format!("uid:{uid}")]).unwrap_or_default();
+        let users = ["uid:0".to_owned(), format!("uid:{uid}")];
+        let principals = Patterns::parse(&users).unwrap_or_default();
         let rule = Rule {
             name: "built-in".to_owned(),
             named: Some(principals.clone()),
             principals,
             role: Role::Admin,
+            breaks_glass: false,
             guests: Patterns::default(),
             keys: Patterns::default(),
             max_keys: None,
@@ -230,6 +276,7 @@ impl Policy {
         };
         Self {
             rules: vec![rule],
+            approvals: vec![],
             revoked: vec![],
         }
     }
@@ -252,7 +299,8 @@ impl Policy {
 /// Formats the rule as one line of text.
 impl fmt::Display for Rule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { name, role, .. } = self;
+        let (name, role) = (&self.name, self.role.as_str());
+        let role = if self.breaks_glass { BREAK_GLASS } else { role };
         write!(f, "{name}: {role} for {}", self.principals)?;
         for (what, patterns) in [("guests", &self.guests), ("keys", &self.keys)] {
             if !patterns.texts().is_empty() {
@@ -297,7 +345,7 @@ impl Rule {
             if cap == Some(0) {
                 return Err(PolicyError::ZeroCap { rule: name, field });
             }
-            if cap.is_some() && rule.role == Role::Viewer {
+            if cap.is_some() && rule.role.role == Role::Viewer {
                 return Err(PolicyError::CapOfViewers { rule: name, field });
             }
         }
@@ -308,7 +356,8 @@ impl Rule {
             name,
             principals,
             named,
-            role: rule.role,
+            role: rule.role.role,
+            breaks_glass: rule.role.breaks_glass,
             guests,
             keys,
             max_keys: rule.max_keys,

@@ -33,7 +33,7 @@ impl LivePolicy {
         })
     }
 
-    /// Creates the policy that applies without a file. This user is an admin, and no other
+    /// Creates the policy that applies without a file. This user and root are admins, and no other
     /// principal may do anything.
     #[must_use]
     pub fn own_user_only(uid: u32) -> Self {

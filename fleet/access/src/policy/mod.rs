@@ -17,6 +17,10 @@
 //!   - name: everybody
 //!     principals: ["*"]
 //!     role: viewer
+//! approvals:               # of rollouts; the controller alone uses them
+//!   - keys: ["net_*"]
+//!     min: 2                 # different principals
+//!     planner_may_approve: false
 //! revoked_certificates: []   # SHA-256 of certificates that are no longer accepted
 //! ```
 //!
@@ -51,6 +55,13 @@
 //! the same. The end of claims is not bounded by the person, so that anybody who may abort a
 //! rollout can.
 //!
+//! # Approvals
+//!
+//! A rollout that claims a key that an entry of `approvals` covers needs that many approvals, and
+//! none of them by its planner unless `planner_may_approve` is true, which is the default. An entry
+//! without `keys` covers all keys. The role `break-glass` allows what `operator` allows, and in the
+//! controller a start and a promotion without approvals.
+//!
 //! # Caps
 //!
 //! `max_guests` limits the number of different guests that one principal may change under the rule
@@ -71,11 +82,13 @@
 //! starts, and those of keys when the monitor starts. A cap in a rule for viewers is refused,
 //! because viewers change nothing and the cap would have no effect.
 
+mod approvals;
 mod decide;
 mod file;
 mod live;
 mod spent;
 
+pub use self::approvals::Demand;
 pub use self::decide::{Decision, KeyRule, Permission, Question, Want};
 pub use patchbay_proto::methods::Role;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Identifies the principal of a request and decides what that principal may do.
+//! Identifies the principal of a request, and refuses requests that are not of the page.
 //!
 //! A TCP connection within the host has no peer credentials, but the kernel lists the owner of each
 //! socket in `/proc/net/tcp`. The page looks up the uid of its peer there.
@@ -8,10 +8,9 @@ use std::net::{IpAddr, SocketAddr};
 
 use http::{HeaderMap, Method, Request, header};
 use patchbay_access::identity::Identity;
-use patchbay_access::policy::{Decision, LivePolicy, Policy, Question, Role, Want};
 
 use super::Shared;
-use crate::rollout::{Rollout, State};
+pub use crate::authority::may_view;
 
 /// The header that every request that changes state must have. A page of another origin cannot set
 /// it.
@@ -102,81 +101,6 @@ fn foreign(headers: &HeaderMap, host: &str) -> Option<String> {
 
 fn text<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {
     headers.get(name)?.to_str().ok()
-}
-
-/// Returns an error unless the principal may see the guest, or the page if no guest is given.
-pub fn may_view(policy: &Policy, principal: &str, guest: Option<&str>) -> Result<(), String> {
-    allowed(policy.decide(&Question {
-        principal,
-        role: Role::Viewer,
-        guests: guest.as_slice(),
-        want: Want::Nothing,
-    }))
-}
-
-/// The decisions about the commands that a principal may give a rollout. All guests and keys of the
-/// rollout count as one change.
-pub struct Commands {
-    /// The decision about commands that advance the rollout.
-    pub advance: Result<(), String>,
-    /// The decision about commands that stop or undo the rollout. No cap prevents them.
-    pub stop: Result<(), String>,
-}
-
-/// Decides which commands the principal may give the rollout.
-pub fn commands(policy: &Policy, principal: &str, rollout: &Rollout) -> Commands {
-    of_rollout(principal, rollout, |question, _| Commands {
-        advance: allowed(policy.decide(question)),
-        stop: allowed(policy.decide_without_caps(question)),
-    })
-}
-
-/// Counts the rollout's guests and keys against the caps of the principal's rule.
-pub fn charge(policy: &LivePolicy, principal: &str, rollout: &Rollout) -> Result<(), String> {
-    of_rollout(principal, rollout, |question, counted| {
-        allowed(policy.charge(question, counted))
-    })
-}
-
-/// Calls `ask` with the policy question about a command for the rollout, and with the names of its
-/// guests qualified by their hosts.
-fn of_rollout<T>(
-    principal: &str,
-    rollout: &Rollout,
-    ask: impl FnOnce(&Question<'_>, &[&str]) -> T,
-) -> T {
-    let members = rollout.members().iter();
-    let members = members.filter(|member| !matches!(member.state, State::Skipped { .. }));
-    let (mut guests, mut keys) = (Vec::new(), std::collections::BTreeSet::new());
-    let mut counted = Vec::new();
-    for member in members {
-        guests.push(member.guest.as_str());
-        counted.push(format!("{}/{}", member.host, member.guest));
-        keys.extend(
-            member
-                .plan
-                .set
-                .claims()
-                .iter()
-                .map(|claim| claim.key.as_str()),
-        );
-    }
-    let counted: Vec<&str> = counted.iter().map(String::as_str).collect();
-    let keys: Vec<&str> = keys.into_iter().collect();
-    let question = Question {
-        principal,
-        role: Role::Operator,
-        guests: &guests,
-        want: Want::Keys(&keys),
-    };
-    ask(&question, &counted)
-}
-
-fn allowed(decision: Decision) -> Result<(), String> {
-    match decision {
-        Decision::Allowed { .. } => Ok(()),
-        Decision::Denied { why } => Err(why),
-    }
 }
 
 #[cfg(test)]

@@ -18,7 +18,6 @@ mod heat;
 mod holders;
 mod routes;
 mod rows;
-mod sight;
 mod state;
 
 use std::net::{IpAddr, SocketAddr};
@@ -43,7 +42,9 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 use tonic::transport::server::Connected;
 
+use crate::authority::Authority;
 use crate::controller::Controller;
+use crate::sight;
 
 /// The maximum number of browser connections on the loopback interface. Each browser has one stream
 /// of events and makes few other requests.
@@ -79,6 +80,7 @@ pub struct Page {
 struct Shared {
     controller: Arc<Controller>,
     admission: Admission,
+    authority: Authority,
     /// True if the page is served on the loopback interface without TLS.
     is_plain: bool,
     /// A value that differs between processes, so that the id of an event of another process is not
@@ -110,6 +112,7 @@ impl Page {
         let listener = listener
             .with_context(|| format!("the page cannot be served on {address}; give another"))?;
         let shared = Shared {
+            authority: controller.authority().with_policy(policy.clone()),
             controller,
             admission: Admission::new(policy, tls.clone()),
             is_plain: tls.is_none(),

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use super::sight::Sight;
 use super::{Shared, access, events, heat, holders, rows};
+use crate::authority::Refused as NotGiven;
 use crate::controller::Leadership;
 use crate::rollout::Verb;
 use crate::runner::{Command, Running, now};
@@ -255,15 +256,6 @@ async fn command(
     let body = body.map_err(|error| bad(format!("the request cannot be read: {error}")))?;
     let body: CommandBody = serde_json::from_slice(&body.to_bytes())
         .map_err(|error| bad(format!("the request is malformed: {error}")))?;
-    let policy = shared.admission.policy();
-    let allowed = match verb.advances() {
-        true => access::charge(policy, principal, &running.rollout()),
-        false => access::commands(&current, principal, &running.rollout()).stop,
-    };
-    allowed.map_err(|why| {
-        let why = sight.hidden(&running.rollout()).shown(&why);
-        Refused::new(StatusCode::FORBIDDEN, why)
-    })?;
     let command = match verb {
         Verb::Approve => Command::Approve {
             digest: body.digest,
@@ -277,14 +269,17 @@ async fn command(
         Verb::Abort => Command::Abort,
         Verb::Undo => Command::Undo,
     };
-    match running.command(command, principal).await {
-        Some(Ok(())) => Ok(json(&serde_json::json!({}))),
-        Some(Err(error)) => Err(Refused::new(StatusCode::CONFLICT, error.to_string())),
-        None => {
-            let why = "this replica does not lead any more; open the page of another";
-            Err(Refused::new(StatusCode::SERVICE_UNAVAILABLE, why))
-        }
-    }
+    let given = shared.authority.give(principal, &running, command).await;
+    given.map_err(|refused| {
+        let why = sight.hidden(&running.rollout()).shown(&refused.to_string());
+        let status = match refused {
+            NotGiven::Denied(_) => StatusCode::FORBIDDEN,
+            NotGiven::Unapproved(_) | NotGiven::NotLegal(_) => StatusCode::CONFLICT,
+            NotGiven::Audit(_) | NotGiven::Deposed => StatusCode::SERVICE_UNAVAILABLE,
+        };
+        Refused::new(status, why)
+    })?;
+    Ok(json(&serde_json::json!({})))
 }
 
 /// Serializes a value for a viewer. Hosts treat the controller as an operator, so their errors may

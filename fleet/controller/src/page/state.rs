@@ -7,8 +7,9 @@ use std::sync::Arc;
 use patchbay_access::policy::Policy;
 use serde::Serialize;
 
+use super::Shared;
 use super::sight::{Hidden, Sight};
-use super::{Shared, access};
+use crate::authority::{Verdicts, approvals_needed};
 use crate::controller::Leadership;
 use crate::rollout::{
     Header, Member, Millis, Phase, Rollout, Stage, State, TimelineEntry, Verb, WaveGateKind,
@@ -204,11 +205,11 @@ fn detail(
         name: header.name.clone(),
         title: header.title.clone(),
         phase: header.phase.name(),
-        message: hidden.shown(&header.message),
+        message: hidden.shown(rollout.message()),
         digest: header.digest.clone(),
         created: header.created,
         approvals: header.approvals.clone(),
-        approvals_needed: header.policy.approvals.max(1),
+        approvals_needed: approvals_needed(policy, rollout),
         counts: Counts::of(sight.of(rollout.members())),
         waves: waves
             .map(|(index, _)| wave(header, index, rollout.members(), sight))
@@ -303,15 +304,11 @@ fn commands(
     rollout: &Rollout,
     hidden: &Hidden<'_>,
 ) -> Vec<CommandView> {
-    let allowed = access::commands(policy, principal, rollout);
+    let verdicts = Verdicts::new(policy, principal, rollout);
     let command = |verb: Verb| {
         let legal = rollout.would_change(verb, principal);
         let legal = legal.map_err(|error| error.to_string());
-        let allowed = match verb.advances() {
-            true => &allowed.advance,
-            false => &allowed.stop,
-        };
-        let verdict = allowed.clone().and(legal);
+        let verdict = verdicts.of(verb).and(legal);
         CommandView {
             name: verb.name(),
             enabled: verdict.is_ok(),

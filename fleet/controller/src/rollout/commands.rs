@@ -30,9 +30,28 @@ impl Rollout {
         if !self.has_approved(principal) {
             self.header.approvals.push(principal.to_owned());
         }
-        self.header.started_by = principal.to_owned();
-        self.enter(Phase::Running(Stage::Changing), principal, now, STARTED);
+        self.begin(principal, now, STARTED);
         Ok(())
+    }
+
+    /// Starts the plan although too few people approve it.
+    ///
+    /// # Errors
+    /// [`NotLegal`] if the rollout is not planned, or the digest differs.
+    pub fn start_unapproved(
+        &mut self,
+        principal: &str,
+        digest: &str,
+        now: Millis,
+    ) -> Result<(), NotLegal> {
+        self.check_plan("start", digest)?;
+        self.begin(principal, now, "started with broken glass");
+        Ok(())
+    }
+
+    fn begin(&mut self, principal: &str, now: Millis, text: &str) {
+        principal.clone_into(&mut self.header.started_by);
+        self.enter(Phase::Running(Stage::Changing), principal, now, text);
     }
 
     fn check_plan(&self, command: &'static str, digest: &str) -> Result<(), NotLegal> {
@@ -93,10 +112,22 @@ impl Rollout {
     /// [`NotLegal`] unless the rollout runs or is paused, or while guests of the wave are being
     /// changed.
     pub fn promote(&mut self, principal: &str, now: Millis) -> Result<(), NotLegal> {
+        self.skip(principal, now, "promoted")
+    }
+
+    /// Promotes the rollout although the policy wants its gates approved.
+    ///
+    /// # Errors
+    /// As [`Rollout::promote`].
+    pub fn promote_unapproved(&mut self, principal: &str, now: Millis) -> Result<(), NotLegal> {
+        self.skip(principal, now, "promoted with broken glass")
+    }
+
+    fn skip(&mut self, principal: &str, now: Millis, text: &str) -> Result<(), NotLegal> {
         if !self.may_promote() {
             return Err(self.not_legal("promote", legal::PROMOTABLE));
         }
-        self.enter(Phase::Running(Stage::Changing), principal, now, "promoted");
+        self.enter(Phase::Running(Stage::Changing), principal, now, text);
         self.next_wave(now);
         let next = self.header.wave;
         self.header.decide(next..next + 1, principal);

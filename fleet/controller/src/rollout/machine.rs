@@ -202,6 +202,20 @@ impl Rollout {
         }
     }
 
+    /// Returns the reason why guests that joined wait, or else why the rollout is in its phase; may
+    /// be empty.
+    pub fn message(&self) -> &str {
+        match self.header.phase {
+            Phase::Completed if !self.run.late.is_empty() => &self.run.late,
+            _ => &self.header.message,
+        }
+    }
+
+    /// Sets the reason why guests that joined are not changed; empty if there is none.
+    pub fn set_late(&mut self, why: String) {
+        self.run.late = why;
+    }
+
     pub fn header(&self) -> &Header {
         &self.header
     }

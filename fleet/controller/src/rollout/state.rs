@@ -305,6 +305,13 @@ impl Header {
         }
     }
 
+    /// Returns the principal that planned the rollout.
+    pub fn planned_by(&self) -> &str {
+        // The first entry of a timeline is never removed.
+        let first = self.timeline.first();
+        first.map_or("", |entry| entry.principal.as_str())
+    }
+
     /// Returns the trace that all changes of the rollout belong to. It is the trace of the call
     /// that planned the rollout, or else the first half of the rollout's digest.
     pub fn trace(&self) -> u128 {
@@ -347,6 +354,8 @@ pub(super) struct Run {
     /// The time of a member's latest change, and the number of times that its guest has booted
     /// again soon after one.
     pub(super) made: BTreeMap<usize, (Millis, u32)>,
+    /// The reason why guests that joined are not changed; empty if there is none.
+    pub(super) late: String,
     /// The parts that are to be stored.
     pub(super) changed: BTreeSet<usize>,
     pub(super) header_changed: bool,

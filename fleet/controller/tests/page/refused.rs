@@ -168,6 +168,40 @@ async fn the_policy_decides_who_looks_and_who_commands() {
     assert_ne!(running.rollout().header().phase.name(), "planned");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_starts_without_the_approvals_that_the_policy_demands() {
+    let (_fleet, replica) = planned().await;
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let file = folder.path().join("policy.yaml");
+    let own = rustix::process::geteuid().as_raw();
+    let rules = format!(
+        "rules: [{{name: own, principals: ['uid:{own}', bob], role: admin}}]\n\
+         approvals: [{{keys: [alpha], min: 2}}]\n"
+    );
+    std::fs::write(&file, rules).expect("written");
+    let policy = LivePolicy::read(file).expect("good");
+    let (url, _serving) = serve(&replica.controller, Some(policy)).await;
+    let running = replica.lead().await.rollout("net").expect("planned");
+    let digest = running.rollout().header().digest.clone();
+    let body = format!("{{\"digest\": \"{digest}\"}}");
+    let start = "POST /api/rollouts/net/start";
+    let answer = ask(&url, start, OURS, &body).await;
+    assert_eq!(status(&answer), "409", "{answer}");
+    assert!(answer.contains("1 of 2 people"), "{answer}");
+    let body_of_glass = format!("{{\"digest\": \"{digest}\", \"break_glass\": true}}");
+    let answer = ask(&url, start, OURS, &body_of_glass).await;
+    assert_eq!(status(&answer), "400", "the page breaks no glass: {answer}");
+    let approve = Command::Approve { digest };
+    let approved = running.command(approve, "bob").await.expect("it runs");
+    approved.expect("planned");
+    let answer = ask(&url, start, OURS, &body).await;
+    assert_eq!(status(&answer), "200", "{answer}");
+    let answer = ask(&url, "POST /api/rollouts/net/promote", OURS, "{}").await;
+    assert_eq!(status(&answer), "409", "{answer}");
+    assert!(answer.contains("gates that were approved"), "{answer}");
+    tell(&running, Command::Abort).await;
+}
+
 /// Returns what the page shows of a rollout to a user who may see `guests`: the heat, the trail and
 /// the first event.
 async fn shown(replica: &Replica, guests: &str) -> [String; 3] {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests what an operator sees and does, in Chromium.
 
+use patchbay_access::policy::LivePolicy;
 use patchbay_fleet::rollout::State;
 use patchbay_fleet::runner::Command;
 use serde_json::json;
@@ -134,7 +135,13 @@ async fn a_plan_that_needs_two_people_is_approved_and_not_started() {
     let leads = replica.lead().await;
     let text = spec("approvals: 2\nwaves: [{name: rest, size: rest}]");
     let running = leads.plan("net", &text, "alice").await.expect("planned");
-    let (url, _serving) = serve(&replica.controller, None).await;
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let file = folder.path().join("policy.yaml");
+    let by = format!("uid:{}", rustix::process::geteuid().as_raw());
+    let rules = format!("rules: [{{name: two, principals: ['{by}', bob], role: operator}}]");
+    std::fs::write(&file, rules).expect("written");
+    let policy = LivePolicy::read(file).expect("good");
+    let (url, _serving) = serve(&replica.controller, Some(policy)).await;
     let mut browser = Browser::start(&program, 1280, 900).await;
     browser.open(&url).await;
     browser.wait(&phase("planned")).await;
@@ -146,7 +153,6 @@ async fn a_plan_that_needs_two_people_is_approved_and_not_started() {
     browser.press("Enter").await;
     browser.wait(&is_enabled("approve", false)).await;
     browser.wait(&is_enabled("start", false)).await;
-    let by = format!("uid:{}", rustix::process::geteuid().as_raw());
     assert_eq!(running.rollout().header().approvals, [by]);
 
     let digest = running.rollout().header().digest.clone();

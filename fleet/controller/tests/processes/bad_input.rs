@@ -113,6 +113,7 @@ async fn foreign_keys_in_etcd_are_neither_used_nor_deleted() {
     let start = v1::StartRequest {
         rollout: "net".to_owned(),
         digest,
+        ..Default::default()
     };
     replica.rollouts().start(start).await.expect("started");
     replica.wait("net", v1::Phase::Completed).await;
@@ -183,6 +184,7 @@ async fn a_spec_of_ten_megabytes_is_refused_and_the_controller_goes_on() {
     let start = v1::StartRequest {
         rollout: "net".to_owned(),
         digest,
+        ..Default::default()
     };
     replica.rollouts().start(start).await.expect("started");
     replica.wait("net", v1::Phase::Completed).await;

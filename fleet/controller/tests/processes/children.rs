@@ -8,6 +8,8 @@ use patchbay_fleet::hosts::TlsFiles;
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_node::monitors::RunDirs;
 use patchbay_node::serve::{Config, RegistryConfig};
+use patchbay_proto::fleet::v1;
+use patchbay_proto::fleet::v1::rollout_service_client::RolloutServiceClient;
 use patchbay_service::api::{self, ApiSocket};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
@@ -107,4 +109,26 @@ async fn patchbayd() {
     };
     let served = patchbay_node::serve::serve(config, reloads, ended).await;
     served.expect("ends cleanly");
+}
+
+/// Approves the rollout "net" over a controller's socket, and prints the answer.
+#[tokio::test(flavor = "multi_thread")]
+async fn person() {
+    let socket = variable("FLEET_SOCKET");
+    if socket.is_empty() {
+        return;
+    }
+    let channel = super::fleet::channel(std::path::Path::new(&socket));
+    let mut client = RolloutServiceClient::new(channel);
+    let request = v1::ApproveRequest {
+        rollout: "net".to_owned(),
+        digest: variable("DIGEST"),
+    };
+    match client.approve(request).await {
+        Ok(answer) => {
+            let rollout = answer.into_inner().rollout.expect("a rollout");
+            println!("approved by {:?}", rollout.approvals);
+        }
+        Err(status) => println!("{}", status.message()),
+    }
 }

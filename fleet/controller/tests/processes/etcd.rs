@@ -20,7 +20,7 @@ pub struct Etcd {
     tls: bool,
 }
 
-fn free_address() -> String {
+pub fn free_address() -> String {
     let socket = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     socket.local_addr().expect("bound").to_string()
 }

@@ -58,6 +58,7 @@ async fn another_replica_finishes_what_a_killed_leader_began() {
         let start = v1::StartRequest {
             rollout: name.clone(),
             digest,
+            ..Default::default()
         };
         let mut client = leader.rollouts();
         // The answer may never arrive.

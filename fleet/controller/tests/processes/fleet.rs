@@ -4,6 +4,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use patchbay_fleet::store::Store;
@@ -13,6 +14,7 @@ use patchbay_proto::fleet::v1::inventory_service_client::InventoryServiceClient;
 use patchbay_proto::fleet::v1::rollout_service_client::RolloutServiceClient;
 use patchbay_proto::v1 as guest;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
+use rustix::process::{Pid, Signal, kill_process};
 use tokio::sync::mpsc;
 use tonic::Status;
 use tonic::transport::Channel;
@@ -172,7 +174,7 @@ impl ProcessFleet {
     }
 
     /// Returns a command that runs this program as the child `test`.
-    fn child(&self, test: &str, variables: &[(&str, String)]) -> Command {
+    pub fn child(&self, test: &str, variables: &[(&str, String)]) -> Command {
         let mut command = Command::new(std::env::current_exe().expect("this program"));
         command.arg(format!("processes::children::{test}"));
         command.args(["--exact", "--nocapture"]);
@@ -242,18 +244,27 @@ impl ProcessFleet {
     }
 
     pub fn replica(&self, name: &str, more: &[&str]) -> Replica {
-        let mut command = self.replica_command(name, "fleet");
+        let has_lease = more.iter().any(|word| word.starts_with("--lease-seconds"));
+        let mut command = match has_lease {
+            true => self.command(name, "fleet"),
+            false => self.replica_command(name, "fleet"),
+        };
         command.args(more);
         Replica::spawn(command, self.path(&format!("{name}.sock")))
     }
 
     /// Returns the command of a replica that is this user of etcd.
     pub fn replica_command(&self, name: &str, user: &str) -> Command {
+        let mut command = self.command(name, user);
+        command.args(["--lease-seconds", "1"]);
+        command
+    }
+
+    fn command(&self, name: &str, user: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_patchbay-fleet"));
         command
             .arg("--socket")
             .arg(self.path(&format!("{name}.sock")));
-        command.args(["--lease-seconds", "1"]);
         command.args(self.etcd.options_of(user));
         command.arg("--gates").arg(self.path("gates.d"));
         command.envs(self.variables.iter().cloned());
@@ -312,16 +323,63 @@ pub fn channel(socket: &Path) -> Channel {
 
 /// A replica of the controller, killed on drop.
 pub struct Replica {
-    _process: Process,
+    process: Mutex<Process>,
     socket: PathBuf,
+    /// The lines of its log.
+    log: tokio::sync::Mutex<mpsc::UnboundedReceiver<String>>,
 }
 
 impl Replica {
     pub fn spawn(mut command: Command, socket: PathBuf) -> Self {
+        let mut child = command.stderr(Stdio::piped()).spawn().expect("starts");
+        let stderr = BufReader::new(child.stderr.take().expect("piped"));
+        let (sender, log) = mpsc::unbounded_channel();
+        std::thread::spawn(move || {
+            for line in stderr.lines().map_while(Result::ok) {
+                eprintln!("{line}");
+                // The test may have ended.
+                let _ = sender.send(line);
+            }
+        });
         Self {
-            _process: Process(command.spawn().expect("starts")),
+            process: Mutex::new(Process(child)),
             socket,
+            log: tokio::sync::Mutex::new(log),
         }
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        let process = self.process.lock().expect("not poisoned");
+        kill_process(Pid::from_child(&process.0), signal).expect("sent");
+    }
+
+    /// Waits for a line of the log that contains the text.
+    pub async fn logged(&self, text: &str) {
+        let mut log = self.log.lock().await;
+        let found = async {
+            while let Some(line) = log.recv().await {
+                if line.contains(text) {
+                    return;
+                }
+            }
+            panic!("it ends without {text:?} in its log");
+        };
+        let found = tokio::time::timeout(PATIENCE, found).await;
+        found.unwrap_or_else(|_| panic!("never {text:?}"));
+    }
+
+    /// Has it read its policy again, and waits until it has.
+    pub async fn reload(&self) {
+        self.signal(Signal::HUP);
+        self.logged("policy read again").await;
+    }
+
+    /// Waits until the process has ended by itself.
+    pub async fn ended(self) -> std::process::ExitStatus {
+        let mut process = self.process.into_inner().expect("not poisoned");
+        let ended = tokio::task::spawn_blocking(move || process.0.wait());
+        let ended = tokio::time::timeout(PATIENCE, ended).await;
+        ended.expect("in time").expect("joined").expect("waited")
     }
 
     pub async fn hosts(&self) -> Result<Vec<v1::Host>, Status> {
@@ -341,6 +399,7 @@ impl Replica {
         let request = v1::StartRequest {
             rollout: name.to_owned(),
             digest,
+            ..Default::default()
         };
         self.rollouts().start(request).await.expect("started");
     }

@@ -54,7 +54,10 @@ async fn a_rollout_does_not_need_every_member_of_etcd() {
             let rollout = rollout.clone();
             let promoted = replica
                 .rollouts()
-                .promote(v1::PromoteRequest { rollout })
+                .promote(v1::PromoteRequest {
+                    rollout,
+                    ..Default::default()
+                })
                 .await;
             match promoted {
                 Ok(_) => return,

@@ -53,6 +53,7 @@ async fn a_guest_that_changes_its_host_is_found_by_its_boot() {
     let start = v1::StartRequest {
         rollout: "net".to_owned(),
         digest,
+        ..Default::default()
     };
     replica.rollouts().start(start).await.expect("started");
     let rollout = replica.wait("net", v1::Phase::Completed).await;

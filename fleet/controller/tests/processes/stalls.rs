@@ -109,6 +109,7 @@ async fn a_tenth_of_the_guests_that_does_not_answer_is_left_and_changed_later() 
     let start = v1::StartRequest {
         rollout: "net".to_owned(),
         digest,
+        ..Default::default()
     };
     replica.rollouts().start(start).await.expect("started");
     let rollout = replica.wait("net", v1::Phase::Completed).await;
@@ -189,7 +190,10 @@ async fn a_wall_clock_that_jumps_ends_no_plan_no_hold_no_bake_and_no_lease() {
             "the hold of guest {wave} is kept"
         );
         let rollout = "net".to_owned();
-        let promote = v1::PromoteRequest { rollout };
+        let promote = v1::PromoteRequest {
+            rollout,
+            ..Default::default()
+        };
         replica.rollouts().promote(promote).await.expect("legal");
         replica.as_wanted("net", wave + 1).await;
     }

@@ -9,7 +9,8 @@ use super::support::{Fleet, PATIENCE, Replica, is_over, spec, wait_for};
 
 async fn compare(replica: &Replica, running: &Running, action: Action) -> Report {
     let leads = replica.lead().await;
-    let report = drift(leads.hosts(), running, action, "alice").await;
+    let authority = replica.controller.authority();
+    let report = drift(leads.hosts(), authority, running, action, "alice").await;
     report.expect("it runs")
 }
 

@@ -118,7 +118,9 @@ async fn watch_rollout(replica: &Replica, rollout: &str) -> Streaming<v1::WatchR
     let path = folder.path().join("fleet.sock");
     let socket = ListeningSocket::bind(&path).expect("free");
     let controller = Arc::clone(&replica.controller);
-    tokio::spawn(async move { api::serve(controller, &socket, std::future::pending()).await });
+    tokio::spawn(
+        async move { api::serve(controller, &socket, None, std::future::pending()).await },
+    );
     let endpoint = client::endpoint();
     let channel = endpoint.connect_with_connector(client::unix_socket(&path));
     let mut client = RolloutServiceClient::new(channel.await.expect("connected"));

@@ -5,10 +5,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use patchbay_access::policy::LivePolicy;
+use patchbay_fleet::authority::Authority;
 use patchbay_fleet::controller::{Config, Controller, Leadership};
 use patchbay_fleet::gates::commands::Commands;
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
 use patchbay_fleet::inventory::Reach;
+use patchbay_fleet::leader::Leader;
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
 use patchbay_fleet::storage::{Archive, RecordKeys};
@@ -141,7 +144,11 @@ impl Fleet {
 
     pub fn config(&self, name: &str) -> Config {
         Config {
-            replica: name.to_owned(),
+            replica: Leader {
+                name: name.to_owned(),
+                address: None,
+            },
+            authority: self.authority(),
             hosts: self.hosts.clone(),
             reach: Reach::default(),
             lease_ttl: LEASE_TTL,
@@ -157,6 +164,14 @@ impl Fleet {
     /// Writes the file of a gate's command.
     pub fn gate(&self, name: &str, text: &str) {
         gate_file::write(&self.folder.path().join("gates.d"), name, text);
+    }
+
+    /// Returns an authority that allows everything to everybody.
+    fn authority(&self) -> Authority {
+        let file = self.folder.path().join("policy.yaml");
+        let rules = "rules: [{name: all, principals: ['*'], role: admin}]";
+        std::fs::write(&file, rules).expect("written");
+        Authority::new(LivePolicy::read(file).expect("good"), None)
     }
 
     pub fn start_replica(&self, config: Config) -> Replica {

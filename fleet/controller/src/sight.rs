@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Selects the guests that a principal may see. The page shows nothing about other guests.
+//! Selects the guests that a principal may see. Nothing about other guests is shown.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 
 use patchbay_access::policy::Policy;
 
-use super::access;
+use crate::authority::may_view;
 use crate::rollout::{Member, Rollout};
 
 /// The text that is shown instead of a text that names a guest that the principal may not see.
@@ -30,7 +30,7 @@ pub struct Hidden<'r> {
 }
 
 impl<'p> Sight<'p> {
-    /// Creates the view of a principal that may see the page.
+    /// Creates the view of a principal.
     pub fn new(policy: &'p Policy, principal: &'p str) -> Self {
         Self {
             policy,
@@ -48,7 +48,7 @@ impl<'p> Sight<'p> {
         if let Some(sees) = self.known.borrow().get(guest) {
             return *sees;
         }
-        let sees = access::may_view(self.policy, self.principal, Some(guest)).is_ok();
+        let sees = may_view(self.policy, self.principal, Some(guest)).is_ok();
         self.known.borrow_mut().insert(guest.to_owned(), sees);
         sees
     }

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Identifies the caller of a method, shows it what it may see, and creates the errors.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use patchbay_access::addresses::hide_in_text;
+use patchbay_access::identity::Identity;
+use patchbay_access::listen::Peer;
+use patchbay_access::listen::admission::Admission;
+use patchbay_access::policy::Policy;
+use patchbay_proto::ERROR_DOMAIN;
+use patchbay_proto::fleet::v1;
+use tonic::{Code, Request, Status};
+use tonic_types::{ErrorDetails, StatusExt};
+
+use crate::authority::{Refused, approvals_needed, may_view, operates};
+use crate::controller::Controller;
+use crate::rollout::Rollout;
+use crate::sight::Sight;
+use crate::view;
+
+/// A caller that the policy names, with the policy as it is when the call begins.
+pub struct Caller {
+    pub identity: Arc<Identity>,
+    policy: Arc<Policy>,
+}
+
+impl Caller {
+    /// Returns the caller of a request.
+    ///
+    /// # Errors
+    /// UNAUTHENTICATED if the caller's certificate is no longer accepted, PERMISSION_DENIED if the
+    /// caller may see nothing.
+    pub fn of<T>(admission: &Admission, request: &Request<T>) -> Result<Self, Status> {
+        let peer = request.extensions().get::<Peer>();
+        let peer = peer.ok_or_else(|| Status::internal("the connection has no peer"))?;
+        check(admission, &peer.identity)?;
+        Ok(Self::new(admission, Arc::clone(&peer.identity)))
+    }
+
+    /// Returns the caller with the policy as it is now.
+    pub fn new(admission: &Admission, identity: Arc<Identity>) -> Self {
+        let policy = admission.policy().current();
+        Self { identity, policy }
+    }
+
+    pub fn principal(&self) -> &str {
+        &self.identity.principal
+    }
+
+    pub fn sight(&self) -> Sight<'_> {
+        Sight::new(&self.policy, self.principal())
+    }
+
+    /// Converts a rollout, with or without its guests, to what the caller may see of it.
+    pub fn shown(&self, rollout: &Rollout, guests: bool) -> v1::Rollout {
+        let sight = self.sight();
+        let mut shown = view::rollout(rollout, guests, &sight);
+        let needed = approvals_needed(&self.policy, rollout);
+        shown.approvals_needed = u32::try_from(needed).unwrap_or(u32::MAX);
+        if !sight.sees_all {
+            let hidden = sight.hidden(rollout);
+            shown.message = hidden.shown(&shown.message);
+            let timeline = &mut shown.timeline;
+            timeline.retain(|entry| !hidden.is_named_in(&entry.text));
+        }
+        if !self.sees_addresses(rollout) {
+            without_addresses(&mut shown.message);
+            for guest in &mut shown.guests {
+                without_addresses(&mut guest.message);
+            }
+            for entry in &mut shown.timeline {
+                without_addresses(&mut entry.text);
+            }
+        }
+        shown
+    }
+
+    /// Returns whether the caller may see addresses of the guests' kernels, which the hosts' errors
+    /// may contain.
+    pub fn sees_addresses(&self, rollout: &Rollout) -> bool {
+        operates(&self.policy, self.principal(), rollout)
+    }
+
+    /// Creates the error for a refused command.
+    pub fn refused(&self, rollout: &Rollout, refused: &Refused) -> Status {
+        let why = self.sight().hidden(rollout).shown(&refused.to_string());
+        match refused {
+            Refused::Denied(_) => {
+                let name = &rollout.header().name;
+                self.denied(&format!("rollout {name}: {why}"))
+            }
+            Refused::Unapproved(_) | Refused::NotLegal(_) => Status::failed_precondition(why),
+            Refused::Audit(_) | Refused::Deposed => Status::unavailable(why),
+        }
+    }
+
+    /// Creates the error for a call that the policy does not allow.
+    pub fn denied(&self, why: &str) -> Status {
+        denied(self.principal(), why)
+    }
+}
+
+/// Checks that the caller's certificate is accepted, and that it may see anything at all.
+///
+/// # Errors
+/// UNAUTHENTICATED or PERMISSION_DENIED.
+pub fn check(admission: &Admission, identity: &Identity) -> Result<(), Status> {
+    let principal = &identity.principal;
+    admission.check(identity).map_err(|refusal| {
+        let message = format!("{principal}: {refusal}");
+        status(
+            Code::Unauthenticated,
+            "CERTIFICATE_REFUSED",
+            message,
+            HashMap::new(),
+        )
+    })?;
+    let may_view = may_view(&admission.policy().current(), principal, None);
+    may_view.map_err(|why| denied(principal, &why))
+}
+
+fn denied(principal: &str, why: &str) -> Status {
+    let message =
+        format!("{principal} may not do this: {why}; ask whoever keeps the controller's policy");
+    let code = Code::PermissionDenied;
+    status(code, "ROLE_MISSING", message, HashMap::new())
+}
+
+/// Creates the error of a replica that does not lead. Its details have the leader's address.
+pub fn not_leading(controller: &Controller) -> Status {
+    let code = Code::Unavailable;
+    let Some(address) = controller.leader_address() else {
+        let message = "this replica does not lead; try again, or ask another";
+        return status(code, "NOT_LEADER", message, HashMap::new());
+    };
+    let message = format!("this replica does not lead; the leader is at {address}");
+    let metadata = HashMap::from([("leader".to_owned(), address)]);
+    status(code, "NOT_LEADER", message, metadata)
+}
+
+fn status(
+    code: Code,
+    reason: &str,
+    message: impl Into<String>,
+    metadata: HashMap<String, String>,
+) -> Status {
+    let details = ErrorDetails::with_error_info(reason, ERROR_DOMAIN, metadata);
+    Status::with_error_details(code, message, details)
+}
+
+/// Hides the addresses of a guest's kernel in a text.
+pub fn without_addresses(text: &mut String) {
+    let mut bytes = std::mem::take(text).into_bytes();
+    hide_in_text(&mut bytes);
+    *text = String::from_utf8_lossy(&bytes).into_owned();
+}
