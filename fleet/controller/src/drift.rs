@@ -317,7 +317,7 @@ async fn fix(
             let host = hosts.get(&guest.0)?;
             let member = snapshot.current.get(&guest);
             let generation = member.map_or(1, |(_, member)| member.generation.saturating_add(1));
-            Some(validate(running, &host, &guest.X)
+            Some(validate(running, &host, &guest.1, generation, by.principal).await)
         })
         .buffered(FAN_OUT);
     let prepared: Vec<Option<Member>> = validated.collect().await;

@@ -349,7 +349,7 @@ impl Rule {
                 return Err(PolicyError::CapOfViewers { rule: name, field });
             }
         }
-        if rule.may_assert && rule.role == Role::Viewer {
+        if rule.may_assert && rule.role.role == Role::Viewer {
             return Err(PolicyError::AssertingViewers { rule: name });
         }
         Ok(Self {
