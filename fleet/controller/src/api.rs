@@ -163,6 +163,7 @@ impl Api {
             PlanError::Nothing(_)
             | PlanError::Held { .. }
             | PlanError::KeysUnknown { .. }
+            | PlanError::Gate(_)
             | PlanError::TooLarge(_)
             | PlanError::Store(StoreError::TooLarge { .. }) => Status::failed_precondition(message),
             PlanError::Audit(_) | PlanError::Store(_) => Status::unavailable(message),

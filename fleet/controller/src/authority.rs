@@ -277,7 +277,7 @@ impl Authority {
     pub fn denied(&self, principal: &str, method: &str, rollout: &str, why: &str) {
         if let Some(audit) = &self.audit {
             let why = format!("rollout {rollout}: {why}");
-            audit.denied(principal, &format!("{SERVICE}{method}"), "", &why);
+            audit.denied(principal, "", &format!("{SERVICE}{method}"), "", &why);
         }
     }
 
@@ -298,6 +298,7 @@ impl Authority {
         };
         let entry = Entry::Intent {
             principal: principal.to_owned(),
+            person: String::new(),
             method: format!("{SERVICE}{method}"),
             guest: String::new(),
             rule: rule.to_owned(),

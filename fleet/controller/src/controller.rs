@@ -347,7 +347,9 @@ impl Controller {
     /// [`StoreError`].
     pub async fn adopt(&self) -> Result<(usize, Vec<Unreadable>), StoreError> {
         let config = &self.config;
-        let mut term = leader::campaign(&self.store, &config.replica, config.lease_ttl).await?;
+        let ttl = config.lease_ttl;
+        let campaign = leader::campaign(&self.store, &config.replica, ttl, &self.leader);
+        let mut term = campaign.await?;
         let (fence, keys) = (term.fence.clone(), config.keys.clone().adopting());
         let loaded = tokio::select! {
             error = term.keep() => Err(error),
