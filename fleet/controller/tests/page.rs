@@ -3,6 +3,8 @@
 
 #[path = "page/browser.rs"]
 mod browser;
+#[path = "processes/gate_file.rs"]
+mod gate_file;
 #[path = "page/refused.rs"]
 mod refused;
 #[path = "page/remote.rs"]
