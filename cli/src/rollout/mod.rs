@@ -2,8 +2,11 @@
 //! Runs `patchbay rollout`, the operator's side of `patchbay.fleet.v1`.
 
 pub mod args;
+mod diff;
 mod print;
+mod status;
 mod view;
+mod watch;
 
 use std::io::Read;
 use std::path::Path;
@@ -19,7 +22,7 @@ use self::args::{Reviewed, RolloutArgs, RolloutCommand};
 use crate::args::output::Output;
 use crate::client::{DEFAULT_TIMEOUT, channel, traced};
 use crate::failure::{DRIFT, Failure, PARTLY};
-use crate::print::{counted, print, print_streamed};
+use crate::print::{counted, print};
 
 /// The maximum size of an answer. It suffices for a rollout of 100,000 guests.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
@@ -47,7 +50,9 @@ pub async fn run(
     // The file is read before the controller is called, so that a file that cannot be read fails
     // first.
     let plan = match &arguments.command {
-        RolloutCommand::Plan { spec, name } => Some(read(spec, name.clone())?),
+        RolloutCommand::Plan { spec, name } | RolloutCommand::Diff { spec, name } => {
+            Some(read(spec, name.clone())?)
+        }
         _ => None,
     };
     let socket = &arguments.fleet_socket;
@@ -69,17 +74,32 @@ pub async fn run(
     match (arguments.command, plan) {
         (RolloutCommand::Plan { spec, .. }, Some(request)) => {
             let planned = controller.plan(request).await;
-            let planned = planned.map_err(|failure| Failure {
-                message: match failure.message.starts_with("line ") {
-                    true => format!("{}: {}", name_of(&spec), failure.message),
-                    false => failure.message.clone(),
-                },
-                ..failure
-            })?;
+            let planned = planned.map_err(|failure| in_spec(&spec, failure))?;
             print(output, &view::ReviewedRollout(view::Rollout::from(planned)))
         }
-        (RolloutCommand::Status { rollout, watch }, _) => {
-            controller.status(rollout, watch, output).await
+        (RolloutCommand::Diff { spec, .. }, Some(request)) => {
+            let diff = controller.diff(request).await;
+            let diff = diff.map_err(|failure| in_spec(&spec, failure))?;
+            print(output, &diff)?;
+            diff.check()
+        }
+        (
+            RolloutCommand::Status {
+                rollout,
+                watch,
+                output: format,
+            },
+            _,
+        ) => {
+            let is_wide = format.is_wide();
+            match watch {
+                true => controller.watch(rollout, output, is_wide).await,
+                false => controller.status(rollout, output, is_wide).await,
+            }
+        }
+        (RolloutCommand::History { rollout }, _) => {
+            let rollout = controller.get(rollout).await?;
+            print(output, &rollout.timeline)
         }
         (
             RolloutCommand::Explain {
@@ -108,16 +128,17 @@ pub async fn run(
             let archived = answer.map_err(failed)?.into_inner().archived;
             print(output, &view::Deleted { rollout, archived })
         }
-        (RolloutCommand::List, _) => {
+        (RolloutCommand::List { output: format }, _) => {
             let request = controller.timed(v1::ListRequest {}, DEFAULT_TIMEOUT);
             let list = controller.rollouts.clone().list(request).await;
             let list = list.map_err(failed)?.into_inner();
             let unreadable = list.unreadable.into_iter().map(Into::into);
             let list = list.rollouts.into_iter().map(Into::into);
-            print(
-                output,
-                &list.chain(unreadable).collect::<Vec<view::Rollout>>(),
-            )
+            let list = list.chain(unreadable).collect::<Vec<view::Rollout>>();
+            match format.is_wide() {
+                true => print(output, &status::WideList(list)),
+                false => print(output, &list),
+            }
         }
         (RolloutCommand::Hosts, _) => {
             let request = controller.timed(v1::ListHostsRequest {}, FAN_OUT_TIMEOUT);
@@ -200,39 +221,34 @@ impl Controller {
                 }
             ),
             RolloutCommand::Plan { .. }
+            | RolloutCommand::Diff { .. }
             | RolloutCommand::Status { .. }
+            | RolloutCommand::History { .. }
             | RolloutCommand::Explain { .. }
             | RolloutCommand::Delete { .. }
-            | RolloutCommand::List
+            | RolloutCommand::List { .. }
             | RolloutCommand::Drift { .. }
             | RolloutCommand::Hosts => unreachable!("{command:?} has an answer of its own"),
         })
     }
 
-    async fn status(&self, rollout: String, watch: bool, output: Output) -> Result<(), Failure> {
-        let mut client = self.rollouts.clone();
-        if !watch {
-            let request = self.timed(v1::GetRequest { rollout }, DEFAULT_TIMEOUT);
-            let answer = client.get(request).await.map_err(failed)?.into_inner();
-            let rollout = view::Rollout::from(answer.rollout.unwrap_or_default());
-            print(output, &rollout)?;
-            return partly(&rollout);
-        }
-        let mut request = traced(v1::WatchRequest { rollout });
-        if let Some(timeout) = self.timeout {
-            request.set_timeout(timeout);
-        }
-        let mut changes = client.watch(request).await.map_err(failed)?.into_inner();
-        let mut last = view::Rollout::default();
-        while let Some(change) = changes.message().await.map_err(failed)? {
-            let next = view::Rollout::from(change.rollout.unwrap_or_default());
-            // The controller also reports changes that are not shown.
-            if next != last {
-                last = next;
-                print_streamed(output, &last)?;
-            }
-        }
-        partly(&last)
+    async fn diff(&self, request: v1::PlanRequest) -> Result<diff::Diff, Failure> {
+        let v1::PlanRequest { spec, rollout } = request;
+        let request = self.timed(v1::DiffRequest { rollout, spec }, FAN_OUT_TIMEOUT);
+        let answer = self.rollouts.clone().diff(request).await.map_err(failed)?;
+        Ok(answer.into_inner().into())
+    }
+
+    async fn get(&self, rollout: String) -> Result<view::Rollout, Failure> {
+        let request = self.timed(v1::GetRequest { rollout }, DEFAULT_TIMEOUT);
+        let answer = self.rollouts.clone().get(request).await.map_err(failed)?;
+        Ok(answer.into_inner().rollout.unwrap_or_default().into())
+    }
+
+    async fn status(&self, rollout: String, output: Output, is_wide: bool) -> Result<(), Failure> {
+        let rollout = self.get(rollout).await?;
+        print(output, &status::Status::now(&rollout, is_wide))?;
+        partly(&rollout)
     }
 
     async fn explain(
@@ -297,6 +313,15 @@ fn name_of(path: &Path) -> String {
         true => "standard input".to_owned(),
         false => path.display().to_string(),
     }
+}
+
+/// Adds the name of the spec to a failure that has a position in it.
+fn in_spec(spec: &Path, failure: Failure) -> Failure {
+    let message = match failure.message.starts_with("line ") {
+        true => format!("{}: {}", name_of(spec), failure.message),
+        false => failure.message,
+    };
+    Failure { message, ..failure }
 }
 
 /// Returns the request with the spec's text.

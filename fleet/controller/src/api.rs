@@ -19,10 +19,11 @@ use tonic::transport::server::UdsConnectInfo;
 use tonic::{Request, Response, Status};
 
 use crate::controller::{Controller, Leadership, PlanError};
+use crate::plan::diff::DiffError;
 use crate::rollout::{Member, Rollout, State};
 use crate::runner::{Command, NotDeleted, Running, now};
 use crate::store::StoreError;
-use crate::{drift, hosts, view};
+use crate::{drift, hosts, plan, view};
 
 /// The maximum number of hosts that are queried at the same time.
 const FAN_OUT: usize = 128;
@@ -124,9 +125,10 @@ fn plan_status(error: &PlanError) -> Status {
     let message = error.to_string();
     match error {
         PlanError::Spec(_) | PlanError::Name(_) => Status::invalid_argument(message),
-        PlanError::NameTaken(_) | PlanError::Unreadable { .. } | PlanError::Overlap { .. } => {
-            Status::already_exists(message)
-        }
+        PlanError::NameTaken(_)
+        | PlanError::Ended { .. }
+        | PlanError::Unreadable { .. }
+        | PlanError::Overlap { .. } => Status::already_exists(message),
         PlanError::Nothing(_)
         | PlanError::Held { .. }
         | PlanError::KeysUnknown { .. }
@@ -156,6 +158,21 @@ impl RolloutService for Api {
         let running = planned.map_err(|error| plan_status(&error))?;
         let rollout = Some(view::rollout(&running.rollout(), true));
         Ok(Response::new(v1::PlanResponse { rollout }))
+    }
+
+    async fn diff(
+        &self,
+        request: Request<v1::DiffRequest>,
+    ) -> Result<Response<v1::DiffResponse>, Status> {
+        let v1::DiffRequest { rollout, spec } = request.into_inner();
+        let (leads, running) = (self.leadership()?, self.running(&rollout)?);
+        let diff = plan::diff::compare(leads.hosts(), &running, &spec).await;
+        let diff = diff.map_err(|error| match error {
+            DiffError::Spec(error) => Status::invalid_argument(error.to_string()),
+            DiffError::Over { .. } => Status::failed_precondition(error.to_string()),
+        })?;
+        let rollout = view::rollout(&running.rollout(), false);
+        Ok(Response::new(view::diff(diff, rollout)))
     }
 
     async fn approve(

@@ -129,13 +129,30 @@ pub async fn drift(
             left: None,
         }));
     match action {
-        Action::Report => {}
+        Action::Report => {
+            if let Some(first) = report.drifts.first() {
+                let text = differences(report.drifts.len(), first);
+                tell(running, Command::Drifted { text }, principal).await?;
+            }
+        }
         Action::Fix => {
             fix(hosts, running, &snapshot, principal, &mut report).await?;
         }
         Action::Adopt => adopt(running, &snapshot.current, principal, &mut report).await?,
     }
     Ok(report)
+}
+
+fn differences(count: usize, first: &Drift) -> String {
+    let (guest, host, actual) = (&first.guest, &first.host, &first.actual);
+    let key = first
+        .key
+        .as_ref()
+        .map_or(String::new(), |key| format!("key {key}: "));
+    format!(
+        "drift: {count} differences from the rollout; the first is guest {guest} on {host}: \
+         {key}{actual}"
+    )
 }
 
 /// Returns the guests that the spec selects and that are not members.

@@ -33,5 +33,6 @@ pub mod scrape;
 pub mod spec;
 pub mod storage;
 mod view;
+pub mod webhooks;
 
 pub use patchbay_store as store;

@@ -24,6 +24,7 @@ use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::page::Page;
 use patchbay_fleet::storage::Archive;
 use patchbay_fleet::store::{DEFAULT_ROOT, EmbeddedStore, EtcdStore, Store, registry};
+use patchbay_fleet::webhooks;
 use patchbay_proto::socket::ListeningSocket;
 use patchbay_store::args::EtcdTlsArgs;
 use tokio::signal::unix::{SignalKind, signal};
@@ -68,6 +69,9 @@ struct Arguments {
     /// 1 to 3650
     #[arg(long, value_name = "DAYS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3650))]
     keep: u64,
+    /// File with the webhooks that get events of rollouts, YAML
+    #[arg(long, value_name = "FILE")]
+    webhooks: Option<PathBuf>,
     #[command(flatten)]
     page: PageArguments,
     /// Policy of the page; without it only the user that the controller runs as has access, and
@@ -210,7 +214,12 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
             keep: Duration::from_secs(arguments.keep * 24 * 3600),
         },
     };
-    let controller = Arc::new(Controller::new(config, store)?);
+    let webhooks = arguments.webhooks.as_deref().map(webhooks::read);
+    let webhooks = webhooks
+        .transpose()
+        .context("the webhooks cannot be used")?;
+    let controller = Controller::new(config, store)?;
+    let controller = Arc::new(controller.delivering_to(webhooks.unwrap_or_default()));
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM cannot be handled")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT cannot be handled")?;
     let ended = async move {

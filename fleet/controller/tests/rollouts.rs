@@ -7,8 +7,10 @@ mod rollouts {
     mod faults;
     mod gates;
     mod refused;
+    mod standing;
     mod storage;
     mod support;
     mod tracepoints;
     mod waves;
+    mod webhooks;
 }

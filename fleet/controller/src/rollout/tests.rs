@@ -4,6 +4,7 @@
 mod claims;
 mod events;
 mod gates;
+mod standing;
 
 use super::*;
 

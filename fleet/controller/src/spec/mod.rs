@@ -2,6 +2,7 @@
 //! Parses a rollout's spec in YAML. Every error has a line and a column. Unknown fields are
 //! refused.
 
+mod describe;
 mod gates;
 mod values;
 

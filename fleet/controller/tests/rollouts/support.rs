@@ -12,6 +12,7 @@ use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
 use patchbay_fleet::storage::Archive;
 use patchbay_fleet::store::{EmbeddedStore, Store};
+use patchbay_fleet::webhooks::Webhook;
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
@@ -135,8 +136,13 @@ impl Fleet {
     }
 
     pub fn start_replica(&self, config: Config) -> Replica {
+        self.start_delivering(config, vec![])
+    }
+
+    /// Starts a replica that delivers events to webhooks.
+    pub fn start_delivering(&self, config: Config, webhooks: Vec<Webhook>) -> Replica {
         let controller = Controller::new(config, Arc::clone(&self.store)).expect("own names");
-        let controller = Arc::new(controller);
+        let controller = Arc::new(controller.delivering_to(webhooks));
         let runs = Arc::clone(&controller);
         let task = tokio::spawn(async move { runs.run().await });
         Replica { controller, task }

@@ -164,6 +164,7 @@ fn samples(run: &str) -> Vec<Rollout> {
             time: 1_799_999_000_000,
             principal: "uid:0".to_owned(),
             text: "planned".to_owned(),
+            ..TimelineEntry::default()
         }],
         created: 1_799_999_000_000,
         trace_id: "0af7651916cd43dd8448eb211c80319c".to_owned(),
