@@ -108,6 +108,14 @@ impl Printable for ReviewedRollout {
             let more = and_more(tracepoints.len() - shown.len());
             let _ = writeln!(text, "  tracepoints: {}{more}", shown.join(", "));
         }
+        for guarded in &rollout.guarded {
+            let (key, advice) = (&guarded.key, &guarded.advice);
+            let advice = match advice.as_str() {
+                "" => "only the guest knows what else depends on it",
+                advice => advice,
+            };
+            let _ = writeln!(text, "  GUARDED key {key} is claimed: {advice}");
+        }
         for (reason, keys) in left_out(rollout) {
             let more = and_more((keys.count as usize).saturating_sub(keys.names.len()));
             let names = keys.names.join(", ");

@@ -23,6 +23,8 @@ pub struct Rollout {
     pub approvals: Vec<String>,
     pub approvals_needed: u32,
     pub keys: Vec<ClaimedKeys>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub guarded: Vec<GuardedKey>,
     pub gates: Vec<Gate>,
     pub next_steps: Vec<NextStep>,
     pub timeline: Vec<TimelineEntry>,
@@ -33,6 +35,13 @@ pub struct ClaimedKeys {
     pub want: String,
     pub count: u32,
     pub names: Vec<String>,
+}
+
+/// A guarded key that the rollout claims by consent of its spec.
+#[derive(Debug, PartialEq, Serialize)]
+pub struct GuardedKey {
+    pub key: String,
+    pub advice: String,
 }
 
 #[derive(Debug, PartialEq, Serialize)]
@@ -211,6 +220,14 @@ impl From<v1::Rollout> for Rollout {
             approvals: rollout.approvals,
             approvals_needed: rollout.approvals_needed,
             keys: rollout.keys.into_iter().map(Into::into).collect(),
+            guarded: rollout
+                .guarded
+                .into_iter()
+                .map(|guarded| GuardedKey {
+                    key: guarded.key,
+                    advice: guarded.advice,
+                })
+                .collect(),
             gates: rollout.gates.into_iter().map(Into::into).collect(),
             next_steps: rollout.next_steps.into_iter().map(Into::into).collect(),
             timeline: rollout.timeline.into_iter().map(Into::into).collect(),

@@ -22,7 +22,7 @@ fn number(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
 }
 
-pub use self::standing::diff;
+pub use self::standing::{diff, keys};
 
 pub fn phase(phase: Phase) -> v1::Phase {
     match phase {
@@ -63,6 +63,10 @@ pub fn rollout(rollout: &Rollout, guests: bool) -> v1::Rollout {
             .collect(),
         next_steps: standing::next_steps(rollout.next_steps(now())),
         keys: standing::keys(rollout.members()),
+        guarded: match guests {
+            true => standing::guarded(rollout.members()),
+            false => vec![],
+        },
     }
 }
 

@@ -3,6 +3,10 @@
 
 #[path = "page/browser.rs"]
 mod browser;
+#[path = "page/contrast.rs"]
+mod contrast;
+#[path = "page/head.rs"]
+mod head;
 #[path = "page/refused.rs"]
 mod refused;
 #[path = "page/remote.rs"]

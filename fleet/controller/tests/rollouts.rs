@@ -6,6 +6,7 @@ mod rollouts {
     mod drift;
     mod faults;
     mod gates;
+    mod guarded;
     mod refused;
     mod standing;
     mod storage;

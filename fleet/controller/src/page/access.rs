@@ -165,7 +165,10 @@ fn of_rollout<T>(
     let keys: Vec<&str> = keys.into_iter().collect();
     let question = Question {
         principal,
-        role: Role::Operator,
+        role: match rollout.header().policy.allow_guarded {
+            true => Role::Admin,
+            false => Role::Operator,
+        },
         guests: &guests,
         want: Want::Keys(&keys),
     };

@@ -19,6 +19,7 @@ mod holders;
 mod routes;
 mod rows;
 mod sight;
+mod standing;
 mod state;
 
 use std::net::{IpAddr, SocketAddr};

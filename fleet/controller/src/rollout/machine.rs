@@ -460,7 +460,9 @@ impl Rollout {
         if let State::NotYet { why, .. } | State::Releasing { why } = &mut state {
             *why = bounded(why);
         }
-        self.members[index].state = state;
+        let member = &mut self.members[index];
+        member.pause_us = member.pause();
+        member.state = state;
         self.run.changed.insert(index);
     }
 

@@ -63,7 +63,7 @@ mod tests;
 mod waves;
 
 pub use self::describe::lasting;
-pub use self::keys::{Claim, KeySet, KeySets, Tracepoint, Want};
+pub use self::keys::{Claim, Guarded, KeySet, KeySets, Tracepoint, Want};
 pub use self::legal::{NotLegal, Verb};
 pub(crate) use self::machine::bounded;
 pub use self::machine::{Action, ClaimOutcome, GateAnswer, ReleaseOutcome, Step};

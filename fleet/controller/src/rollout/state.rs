@@ -173,6 +173,8 @@ pub struct Member {
     pub is_confirmed: bool,
     /// The time at which the claims end by themselves, if the spec has a time for them.
     pub expires: Option<Millis>,
+    /// The time for which the latest change stopped the guest. It stays after the change is undone.
+    pub pause_us: Option<u64>,
     pub state: State,
 }
 
@@ -189,7 +191,17 @@ impl Member {
             boot: String::new(),
             is_confirmed: false,
             expires: None,
+            pause_us: None,
             state: State::Pending,
+        }
+    }
+
+    /// Returns the time for which the latest change stopped the guest; `None` if it was not changed.
+    pub fn pause(&self) -> Option<u64> {
+        match self.state {
+            // A record of before the field has it in the state alone.
+            State::AsWanted { pause_us } => Some(pause_us),
+            _ => self.pause_us,
         }
     }
 

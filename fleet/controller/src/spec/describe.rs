@@ -64,6 +64,7 @@ impl Spec {
             AfterReboot::Leave => "leave",
         };
         all.push(("after_reboot", again.to_owned()));
+        all.push(("allow_guarded", self.allow_guarded.to_string()));
         all.retain(|(_, value)| !value.is_empty());
         all
     }

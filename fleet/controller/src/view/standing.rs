@@ -48,7 +48,7 @@ pub fn next_steps(steps: Vec<NextStep>) -> Vec<v1::NextStep> {
 }
 
 /// Returns the keys that any of the members claims, by what is wanted of them.
-pub fn keys(members: &[Member]) -> Vec<v1::ClaimedKeys> {
+pub fn keys<'m>(members: impl IntoIterator<Item = &'m Member>) -> Vec<v1::ClaimedKeys> {
     let mut wanted: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     let mut seen = BTreeSet::new();
     for member in members {
@@ -74,6 +74,18 @@ pub fn keys(members: &[Member]) -> Vec<v1::ClaimedKeys> {
             .collect(),
     });
     wanted.collect()
+}
+
+/// Returns the guarded keys that any of the members claims.
+pub fn guarded(members: &[Member]) -> Vec<v1::GuardedKey> {
+    let sets = members.iter().map(|member| &member.plan.set);
+    let all = sets.flat_map(|set| set.guarded());
+    let all: BTreeMap<&str, &str> = all.map(|one| (&*one.key, &*one.advice)).collect();
+    let all = all.into_iter().map(|(key, advice)| v1::GuardedKey {
+        key: key.to_owned(),
+        advice: advice.to_owned(),
+    });
+    all.collect()
 }
 
 pub fn subject(event: Event) -> v1::timeline_entry::Subject {

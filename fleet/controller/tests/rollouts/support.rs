@@ -38,6 +38,11 @@ impl Fleet {
     /// Starts `hosts` hosts with `guests` guests each, named "web-0", "web-1" and so on. Even hosts
     /// are in the rack "a", odd ones in "b".
     pub async fn start(hosts: usize, guests: usize) -> Self {
+        Self::start_permitting(hosts, guests, false).await
+    }
+
+    /// Starts the hosts, whose monitors permit guarded keys or not.
+    pub async fn start_permitting(hosts: usize, guests: usize, allow_guarded: bool) -> Self {
         let folder = tempfile::tempdir().expect("temporary folder");
         let store = EmbeddedStore::open(&folder.path().join("fleet.redb")).expect("opens");
         let mut fleet = Self {
@@ -49,12 +54,12 @@ impl Fleet {
             _ends: vec![],
         };
         for host in 0..hosts {
-            fleet.add_host(host, guests);
+            fleet.add_host(host, guests, allow_guarded);
         }
         fleet
     }
 
-    fn add_host(&mut self, index: usize, guests: usize) {
+    fn add_host(&mut self, index: usize, guests: usize, allow_guarded: bool) {
         let socket = self.folder.path().join(format!("{index}.sock"));
         let served = Guests::default();
         for guest in 0..guests {
@@ -70,7 +75,11 @@ impl Fleet {
                 TestKey::tracepoint("sched_wakeup", false),
                 TestKey::tracepoint("kmem_alloc", true),
             ]);
-            let keys = Keys::start(Arc::clone(&guest), registry, KeysConfig::default());
+            let config = KeysConfig {
+                allow_guarded,
+                ..KeysConfig::default()
+            };
+            let keys = Keys::start(Arc::clone(&guest), registry, config);
             let (keys, _owner) = keys.expect("a thread");
             let tracing = Tracing {
                 agent: Some(AgentSocket::bind(&self.vsock(&name)).expect("free")),

@@ -158,6 +158,7 @@ fn samples(run: &str) -> Vec<Rollout> {
             approvals: 2,
             min_success: 3,
             after_reboot: AfterReboot::Leave,
+            allow_guarded: false,
         },
         approvals: vec!["uid:0".to_owned(), "spiffe://example.org/alice".to_owned()],
         timeline: vec![TimelineEntry {
