@@ -39,6 +39,7 @@ async fn the_head_says_if_it_is_safe_and_what_to_do() {
         .await;
     let running = replica.start("net", &spec(CLOSES)).await;
     wait_for(&running, |phase| phase == Phase::Paused).await;
+    let digest = running.rollout().header().digest.clone();
     browser.wait(&level("danger")).await;
     for (id, part) in [
         (
@@ -49,7 +50,7 @@ async fn the_head_says_if_it_is_safe_and_what_to_do() {
         ("facts-guests", "1 of 4 guests on 2 hosts as wanted"),
         ("gates", "closed grpc http://127.0.0.1:1"),
         ("facts-approvals", "1 of 1: alice"),
-        ("facts-digest", &running.rollout().header().digest.clone()),
+        ("facts-digest", digest.as_str()),
         (
             "next",
             "promote begins wave 2 at once, and SKIPS the closed gate 1",
