@@ -20,6 +20,7 @@ mod commands {
     mod lab;
     mod log;
     mod plans;
+    mod rollout_status;
     mod rollouts;
     mod run;
     mod several;

@@ -30,11 +30,28 @@ pub enum LogFormat {
     Export,
 }
 
+/// The formats of rollouts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum RolloutFormat {
+    /// A table for people.
+    Table,
+    /// A table with more columns, or with all guests.
+    Wide,
+    /// One JSON value; watches print one per line.
+    Json,
+    /// YAML; watches print one document per change.
+    Yaml,
+    /// Only names, one per line.
+    Name,
+}
+
 /// The argument of `-o`. One type covers all commands, because clap passes a global option to every
 /// command.
 #[derive(Clone, Debug)]
 pub enum OutputArgument {
     Format(Output),
+    /// The table of rollouts with everything.
+    Wide,
     /// The file that `trace record` writes.
     File(PathBuf),
     /// The format of `guest log`.
@@ -45,8 +62,12 @@ impl OutputArgument {
     pub fn format(&self) -> Output {
         match self {
             Self::Format(output) => *output,
-            Self::File(_) | Self::Log(_) => Output::Table,
+            Self::Wide | Self::File(_) | Self::Log(_) => Output::Table,
         }
+    }
+
+    pub fn is_wide(&self) -> bool {
+        matches!(self, Self::Wide)
     }
 }
 
@@ -56,6 +77,16 @@ pub fn format_parser() -> impl TypedValueParser<Value = OutputArgument> {
 
 pub fn log_format_parser() -> impl TypedValueParser<Value = OutputArgument> {
     clap::builder::EnumValueParser::<LogFormat>::new().map(OutputArgument::Log)
+}
+
+pub fn rollout_format_parser() -> impl TypedValueParser<Value = OutputArgument> {
+    clap::builder::EnumValueParser::<RolloutFormat>::new().map(|format| match format {
+        RolloutFormat::Table => OutputArgument::Format(Output::Table),
+        RolloutFormat::Wide => OutputArgument::Wide,
+        RolloutFormat::Json => OutputArgument::Format(Output::Json),
+        RolloutFormat::Yaml => OutputArgument::Format(Output::Yaml),
+        RolloutFormat::Name => OutputArgument::Format(Output::Name),
+    })
 }
 
 /// Parses the file name of `trace record`.

@@ -239,7 +239,9 @@ pub async fn log(client: &Client, arguments: LogArgs) -> Result<(), Failure> {
         // `-o` before the subcommand is parsed as the global option.
         OutputArgument::Format(Output::Table) => LogFormat::Table,
         OutputArgument::Format(Output::Json) => LogFormat::Json,
-        OutputArgument::Format(Output::Yaml | Output::Name) | OutputArgument::File(_) => {
+        OutputArgument::Format(Output::Yaml | Output::Name)
+        | OutputArgument::Wide
+        | OutputArgument::File(_) => {
             return Err(Failure::usage("give table, json or export to --output"));
         }
     };

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
+use crate::args::output::{OutputArgument, rollout_format_parser};
 use crate::complete;
 
 #[derive(Debug, Args)]
@@ -23,6 +24,15 @@ pub enum RolloutCommand {
         #[arg(long)]
         name: Option<String>,
     },
+    /// Show what a spec would change, compared with the planned or running rollout of this name. Exit
+    /// code 4 if it would change something. This changes nothing.
+    Diff {
+        /// The spec, in YAML; `-` reads standard input.
+        spec: PathBuf,
+        /// Name of the rollout; default: the spec's file name. Required with standard input.
+        #[arg(long, add = complete::rollouts())]
+        name: Option<String>,
+    },
     /// Approve a plan that another person will start.
     Approve(Reviewed),
     /// Start a plan that was reviewed.
@@ -37,9 +47,18 @@ pub enum RolloutCommand {
     Status {
         #[arg(add = complete::rollouts())]
         rollout: String,
-        /// Show changes until it ends.
+        /// Show changes until it ends. On a terminal the status is redrawn; otherwise only lines
+        /// that have changed are printed. If the controller or its leader changes, this reconnects.
         #[arg(long)]
         watch: bool,
+        /// Format of the output; `wide` also shows every guest and all keys.
+        #[arg(short, long, default_value = "table", value_name = "FORMAT", value_parser = rollout_format_parser())]
+        output: OutputArgument,
+    },
+    /// Show who did what when: commands, phases, waves, answers of gates, and drift.
+    History {
+        #[arg(add = complete::rollouts())]
+        rollout: String,
     },
     /// Pause the rollout: no further change is started.
     Pause {
@@ -51,7 +70,8 @@ pub enum RolloutCommand {
         #[arg(add = complete::rollouts())]
         rollout: String,
     },
-    /// Continue with the next wave without waiting for the rest of the bake time or for the gates.
+    /// Skip the gates: continue with the next wave without waiting for the rest of the bake time or
+    /// for the gates, also if one of them is closed. `undo` takes the changes back instead.
     Promote {
         #[arg(add = complete::rollouts())]
         rollout: String,
@@ -101,7 +121,11 @@ pub enum RolloutCommand {
         host: String,
     },
     /// List rollouts, the newest first.
-    List,
+    List {
+        /// Format of the output; `wide` has more columns.
+        #[arg(short, long, default_value = "table", value_name = "FORMAT", value_parser = rollout_format_parser())]
+        output: OutputArgument,
+    },
     /// Compare the guests with the state that the rollout set; exit code 4 if they differ.
     Drift {
         #[arg(add = complete::rollouts())]

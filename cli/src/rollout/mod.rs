@@ -2,9 +2,12 @@
 //! Runs `patchbay rollout`, the operator's side of `patchbay.fleet.v1`.
 
 pub mod args;
+mod diff;
 mod print;
 pub mod replicas;
+mod status;
 mod view;
+mod watch;
 
 use std::io::Read;
 use std::path::Path;
@@ -18,11 +21,12 @@ use tonic::{Code, Request, Status};
 
 use self::args::{Reviewed, RolloutArgs, RolloutCommand};
 use self::replicas::Refused;
+use self::watch::Screen;
 use crate::args::output::Output;
 use crate::args::target::FleetTarget;
 use crate::client::{DEFAULT_TIMEOUT, traced};
 use crate::failure::{DRIFT, Failure, PARTLY};
-use crate::print::{counted, print, print_streamed};
+use crate::print::{counted, print};
 
 /// The maximum size of an answer. It suffices for a rollout of 100,000 guests.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
@@ -51,18 +55,24 @@ pub async fn run(
     // The file is read before the controller is called, so that a file that cannot be read fails
     // first.
     let plan = match &arguments.command {
-        RolloutCommand::Plan { spec, name } => Some(read(spec, name.clone())?),
+        RolloutCommand::Plan { spec, name } | RolloutCommand::Diff { spec, name } => {
+            Some(read(spec, name.clone())?)
+        }
         _ => None,
     };
-    replicas::at_leader(target.place()?, |channel| {
-        let rollouts = RolloutServiceClient::new(channel.clone());
-        let inventory = InventoryServiceClient::new(channel);
-        let controller = Controller {
-            rollouts: rollouts.max_decoding_message_size(MAX_ANSWER_BYTES),
-            inventory: inventory.max_decoding_message_size(MAX_ANSWER_BYTES),
-            timeout,
-        };
-        run_at(controller, arguments.command.clone(), plan.clone(), output)
+    let (place, command) = (target.place()?, arguments.command);
+    if let RolloutCommand::Status {
+        rollout,
+        watch: true,
+        output: format,
+    } = command
+    {
+        let screen = Screen::new(output, format.is_wide());
+        return Failure::after(timeout, watch::watch(&place, rollout, screen)).await;
+    }
+    replicas::at_leader(&place, |channel| {
+        let controller = Controller::new(channel, timeout);
+        run_at(controller, command.clone(), plan.clone(), output)
     })
     .await
 }
@@ -77,18 +87,31 @@ async fn run_at(
     match (command, plan) {
         (RolloutCommand::Plan { spec, .. }, Some(request)) => {
             let planned = controller.plan(request).await;
-            let planned = planned.map_err(|mut refused| {
-                if let Refused::Failed(Failure { message, .. }) = &mut refused
-                    && message.starts_with("line ")
-                {
-                    *message = format!("{}: {message}", name_of(&spec));
-                }
-                refused
-            })?;
+            let planned = planned.map_err(|refused| in_spec(&spec, refused))?;
             print(output, &view::ReviewedRollout(view::Rollout::from(planned)))?;
         }
-        (RolloutCommand::Status { rollout, watch }, _) => {
-            controller.status(rollout, watch, output).await?;
+        (RolloutCommand::Diff { spec, .. }, Some(request)) => {
+            let diff = controller.diff(request).await;
+            let diff = diff.map_err(|refused| in_spec(&spec, refused))?;
+            print(output, &diff)?;
+            diff.check()?;
+        }
+        (
+            RolloutCommand::Status {
+                rollout,
+                output: format,
+                ..
+            },
+            _,
+        ) => {
+            let rollout = controller.get(rollout).await?;
+            let status = status::Status::now(&rollout, format.is_wide());
+            print(output, &status)?;
+            partly(&rollout)?;
+        }
+        (RolloutCommand::History { rollout }, _) => {
+            let rollout = controller.get(rollout).await?;
+            print(output, &rollout.timeline)?;
         }
         (
             RolloutCommand::Explain {
@@ -117,16 +140,17 @@ async fn run_at(
             let archived = answer.map_err(failed)?.into_inner().archived;
             print(output, &view::Deleted { rollout, archived })?;
         }
-        (RolloutCommand::List, _) => {
+        (RolloutCommand::List { output: format }, _) => {
             let request = controller.timed(v1::ListRequest {}, DEFAULT_TIMEOUT);
             let list = controller.rollouts.clone().list(request).await;
             let list = list.map_err(failed)?.into_inner();
             let unreadable = list.unreadable.into_iter().map(Into::into);
             let list = list.rollouts.into_iter().map(Into::into);
-            print(
-                output,
-                &list.chain(unreadable).collect::<Vec<view::Rollout>>(),
-            )?;
+            let list = list.chain(unreadable).collect::<Vec<view::Rollout>>();
+            match format.is_wide() {
+                true => print(output, &status::WideList(list)),
+                false => print(output, &list),
+            }?;
         }
         (RolloutCommand::Hosts, _) => {
             let request = controller.timed(v1::ListHostsRequest {}, FAN_OUT_TIMEOUT);
@@ -159,6 +183,16 @@ async fn run_at(
 }
 
 impl Controller {
+    fn new(channel: Channel, timeout: Option<Duration>) -> Self {
+        let rollouts = RolloutServiceClient::new(channel.clone());
+        let inventory = InventoryServiceClient::new(channel);
+        Self {
+            rollouts: rollouts.max_decoding_message_size(MAX_ANSWER_BYTES),
+            inventory: inventory.max_decoding_message_size(MAX_ANSWER_BYTES),
+            timeout,
+        }
+    }
+
     fn timed<T>(&self, message: T, default: Duration) -> Request<T> {
         let mut request = traced(message);
         request.set_timeout(self.timeout.unwrap_or(default));
@@ -227,39 +261,28 @@ impl Controller {
                 }
             ),
             RolloutCommand::Plan { .. }
+            | RolloutCommand::Diff { .. }
             | RolloutCommand::Status { .. }
+            | RolloutCommand::History { .. }
             | RolloutCommand::Explain { .. }
             | RolloutCommand::Delete { .. }
-            | RolloutCommand::List
+            | RolloutCommand::List { .. }
             | RolloutCommand::Drift { .. }
             | RolloutCommand::Hosts => unreachable!("{command:?} has an answer of its own"),
         })
     }
 
-    async fn status(&self, rollout: String, watch: bool, output: Output) -> Result<(), Refused> {
-        let mut client = self.rollouts.clone();
-        if !watch {
-            let request = self.timed(v1::GetRequest { rollout }, DEFAULT_TIMEOUT);
-            let answer = client.get(request).await.map_err(failed)?.into_inner();
-            let rollout = view::Rollout::from(answer.rollout.unwrap_or_default());
-            print(output, &rollout)?;
-            return Ok(partly(&rollout)?);
-        }
-        let mut request = traced(v1::WatchRequest { rollout });
-        if let Some(timeout) = self.timeout {
-            request.set_timeout(timeout);
-        }
-        let mut changes = client.watch(request).await.map_err(failed)?.into_inner();
-        let mut last = view::Rollout::default();
-        while let Some(change) = changes.message().await.map_err(failed)? {
-            let next = view::Rollout::from(change.rollout.unwrap_or_default());
-            // The controller also reports changes that are not shown.
-            if next != last {
-                last = next;
-                print_streamed(output, &last)?;
-            }
-        }
-        Ok(partly(&last)?)
+    async fn diff(&self, request: v1::PlanRequest) -> Result<diff::Diff, Refused> {
+        let v1::PlanRequest { spec, rollout } = request;
+        let request = self.timed(v1::DiffRequest { rollout, spec }, FAN_OUT_TIMEOUT);
+        let answer = self.rollouts.clone().diff(request).await.map_err(failed)?;
+        Ok(answer.into_inner().into())
+    }
+
+    async fn get(&self, rollout: String) -> Result<view::Rollout, Refused> {
+        let request = self.timed(v1::GetRequest { rollout }, DEFAULT_TIMEOUT);
+        let answer = self.rollouts.clone().get(request).await.map_err(failed)?;
+        Ok(answer.into_inner().rollout.unwrap_or_default().into())
     }
 
     async fn explain(
@@ -324,6 +347,16 @@ fn name_of(path: &Path) -> String {
         true => "standard input".to_owned(),
         false => path.display().to_string(),
     }
+}
+
+/// Adds the name of the spec to a failure that has a position in it.
+fn in_spec(spec: &Path, mut refused: Refused) -> Refused {
+    if let Refused::Failed(Failure { message, .. }) = &mut refused
+        && message.starts_with("line ")
+    {
+        *message = format!("{}: {message}", name_of(spec));
+    }
+    refused
 }
 
 /// Returns the request with the spec's text.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
 use super::view::{
-    Deleted, DriftReport, Explanation, Host, LeftOutKeys, ReviewedRollout, Rollout, RolloutGuest,
+    Deleted, DriftReport, Explanation, Host, LeftOutKeys, ReviewedRollout, Rollout, TimelineEntry,
     UNREADABLE, Wave,
 };
 use crate::print::{Printable, Rows, counted, or_dash};
@@ -13,10 +13,15 @@ use crate::view::time;
 
 /// The number of tracepoints that are shown. JSON has all of them.
 const SHOWN_TRACEPOINTS: usize = 20;
-/// The maximum number of guests that are listed with the reason why the rollout waits for them.
-const SHOWN_GUESTS: usize = 20;
+/// The maximum number of guests that are listed with a reason.
+pub const SHOWN_GUESTS: usize = 20;
 
-fn head(rollout: &Rollout) -> String {
+/// Returns a time in seconds since the epoch as RFC 3339 writes it.
+pub fn instant(seconds: i64) -> String {
+    time(Some(prost_types::Timestamp { seconds, nanos: 0 }))
+}
+
+pub fn head(rollout: &Rollout) -> String {
     let message = match rollout.message.as_str() {
         "" => String::new(),
         message => format!(": {message}"),
@@ -24,7 +29,7 @@ fn head(rollout: &Rollout) -> String {
     format!("{} is {}{message}\n", rollout.name, rollout.phase)
 }
 
-fn guests_on_hosts(wave: &Wave) -> String {
+pub fn guests_on_hosts(wave: &Wave) -> String {
     format!(
         "{} on {}",
         counted(wave.guests.into(), "guest"),
@@ -32,51 +37,9 @@ fn guests_on_hosts(wave: &Wave) -> String {
     )
 }
 
-/// Returns the progress of a wave in one line.
-fn progress(wave: &Wave, guests: &[&RolloutGuest]) -> String {
-    let mut text = format!(
-        "  wave {}: {} of {} as wanted, {} not yet",
-        wave.name,
-        wave.as_wanted,
-        guests_on_hosts(wave),
-        wave.not_yet
-    );
-    let count = |is: fn(&RolloutGuest) -> bool| guests.iter().filter(|guest| is(guest)).count();
-    for (count, what) in [
-        (count(RolloutGuest::is_releasing), "being released"),
-        (wave.released as usize, "released"),
-        (count(RolloutGuest::is_forgotten), "forgotten"),
-    ] {
-        if count > 0 {
-            let _ = write!(text, ", {count} {what}");
-        }
-    }
-    if let Some(seconds) = wave.bakes_until {
-        let until = prost_types::Timestamp { seconds, nanos: 0 };
-        let _ = write!(text, "; it bakes until {}", time(Some(until)));
-    }
-    text
-}
-
 impl Printable for Rollout {
     fn table(&self) -> String {
-        let mut text = head(self);
-        for (index, wave) in self.waves.iter().enumerate() {
-            let is_its = |guest: &&RolloutGuest| guest.wave as usize == index;
-            let guests: Vec<&RolloutGuest> = self.guests.iter().filter(is_its).collect();
-            let _ = writeln!(text, "{}", progress(wave, &guests));
-        }
-        let waits_for = self.guests.iter().filter(|guest| guest.is_late());
-        for guest in waits_for.clone().take(SHOWN_GUESTS) {
-            let (phase, name, host, why) =
-                (&guest.phase, &guest.guest, &guest.host, &guest.message);
-            let _ = writeln!(text, "  {phase}: {name} on {host}: {why}");
-        }
-        let more = waits_for.skip(SHOWN_GUESTS).count();
-        if more > 0 {
-            let _ = writeln!(text, "  and {more} more");
-        }
-        text
+        super::status::Status::now(self, false).table()
     }
 
     fn names(&self) -> Vec<&str> {
@@ -84,16 +47,16 @@ impl Printable for Rollout {
     }
 }
 
-/// Returns the keys that the patterns match and that are not claimed, by reason: those of the guest
-/// with the most of them.
 /// Returns the end of a list that leaves out this many elements.
-fn and_more(left_out: usize) -> String {
+pub fn and_more(left_out: usize) -> String {
     match left_out {
         0 => String::new(),
         more => format!(" and {more} more"),
     }
 }
 
+/// Returns the keys that the patterns match and that are not claimed, by reason: those of the guest
+/// with the most of them.
 fn left_out(rollout: &Rollout) -> BTreeMap<&str, &LeftOutKeys> {
     let mut most: BTreeMap<&str, &LeftOutKeys> = BTreeMap::new();
     for keys in rollout.guests.iter().flat_map(|guest| &guest.left_out) {
@@ -145,6 +108,14 @@ impl Printable for ReviewedRollout {
             let more = and_more(tracepoints.len() - shown.len());
             let _ = writeln!(text, "  tracepoints: {}{more}", shown.join(", "));
         }
+        for guarded in &rollout.guarded {
+            let (key, advice) = (&guarded.key, &guarded.advice);
+            let advice = match advice.as_str() {
+                "" => "only the guest knows what else depends on it",
+                advice => advice,
+            };
+            let _ = writeln!(text, "  GUARDED key {key} is claimed: {advice}");
+        }
         for (reason, keys) in left_out(rollout) {
             let more = and_more((keys.count as usize).saturating_sub(keys.names.len()));
             let names = keys.names.join(", ");
@@ -154,9 +125,13 @@ impl Printable for ReviewedRollout {
             .guests
             .iter()
             .filter(|guest| guest.phase == "skipped");
-        for guest in skipped {
+        for guest in skipped.clone().take(SHOWN_GUESTS) {
             let (name, host, why) = (&guest.guest, &guest.host, &guest.message);
             let _ = writeln!(text, "  not touched: {name} on {host}: {why}");
+        }
+        let more = skipped.skip(SHOWN_GUESTS).count();
+        if more > 0 {
+            let _ = writeln!(text, "  not touched: {more} more guests");
         }
         let (name, digest) = (&rollout.name, &rollout.digest);
         // A repeated plan returns the rollout that the first one made, in its present phase.
@@ -221,6 +196,29 @@ impl Printable for Vec<Rollout> {
 
     fn names(&self) -> Vec<&str> {
         self.iter().map(|rollout| rollout.name.as_str()).collect()
+    }
+}
+
+impl Printable for Vec<TimelineEntry> {
+    fn rows(&self) -> Rows {
+        let mut rows = Rows::new(&["TIME", "WHO", "PHASE", "WHAT"]);
+        for entry in self {
+            let who = match entry.principal.as_str() {
+                "" => "controller",
+                principal => principal,
+            };
+            rows.push([
+                instant(entry.time),
+                who.to_owned(),
+                or_dash(&entry.phase).to_owned(),
+                entry.text.clone(),
+            ]);
+        }
+        rows
+    }
+
+    fn names(&self) -> Vec<&str> {
+        vec![]
     }
 }
 

@@ -19,6 +19,7 @@ use crate::failure::Failure;
 const MAX_HOPS: usize = 3;
 
 /// The place of the controller.
+#[derive(Clone)]
 pub enum Place {
     Socket(PathBuf),
     /// The addresses of replicas.
@@ -86,15 +87,15 @@ impl FleetTarget {
 ///
 /// # Errors
 /// The failure of the command, or the reason why no leader is found.
-pub async fn at_leader<F>(place: Place, command: impl Fn(Channel) -> F) -> Result<(), Failure>
+pub async fn at_leader<F>(place: &Place, command: impl Fn(Channel) -> F) -> Result<(), Failure>
 where
     F: Future<Output = Result<(), Refused>>,
 {
     let (files, addresses) = match place {
         Place::Socket(socket) => {
-            let channel = client::channel(&socket).await;
+            let channel = client::channel(socket).await;
             let channel = channel.map_err(|why| match why.is_denied {
-                true => Failure::denied(&socket),
+                true => Failure::denied(socket),
                 false => Failure::error(format!(
                     "no controller answers on {} ({}); start patchbay-fleet, or give --fleet or \
                      --fleet-socket",
@@ -112,12 +113,12 @@ where
         }
         Place::Replicas(files, addresses) => (files, addresses),
     };
-    let mut given = addresses.into_iter();
+    let mut given = addresses.iter().cloned();
     let (mut next, mut asked) = (given.next(), Vec::new());
     let (mut hops, mut failure) = (0, Failure::error("no controller is given"));
     while let Some(address) = next {
         asked.push(address.clone());
-        let channel = match connect(&files, &address).await {
+        let channel = match connect(files, &address).await {
             Ok(channel) => channel,
             Err(why) => {
                 let cause = why.cause;

@@ -11,6 +11,9 @@ pub struct Rollout {
     pub name: String,
     pub title: String,
     pub phase: String,
+    /// The stage of the present wave; empty unless the rollout is running.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub stage: String,
     pub digest: String,
     pub message: String,
     pub wave: u32,
@@ -19,7 +22,43 @@ pub struct Rollout {
     pub guests: Vec<RolloutGuest>,
     pub approvals: Vec<String>,
     pub approvals_needed: u32,
+    pub keys: Vec<ClaimedKeys>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub guarded: Vec<GuardedKey>,
+    pub gates: Vec<Gate>,
+    pub next_steps: Vec<NextStep>,
     pub timeline: Vec<TimelineEntry>,
+}
+
+#[derive(Debug, PartialEq, Serialize)]
+pub struct ClaimedKeys {
+    pub want: String,
+    pub count: u32,
+    pub names: Vec<String>,
+}
+
+/// A guarded key that the rollout claims by consent of its spec.
+#[derive(Debug, PartialEq, Serialize)]
+pub struct GuardedKey {
+    pub key: String,
+    pub advice: String,
+}
+
+#[derive(Debug, PartialEq, Serialize)]
+pub struct Gate {
+    pub text: String,
+    pub state: String,
+    pub message: String,
+    /// The time of the query, in seconds since the epoch.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub asked: Option<i64>,
+    pub aborts: bool,
+}
+
+#[derive(Debug, PartialEq, Serialize)]
+pub struct NextStep {
+    pub command: String,
+    pub effect: String,
 }
 
 /// A rollout that is shown with its reviewed content instead of its progress.
@@ -38,6 +77,8 @@ pub struct Wave {
     pub keys: u64,
     pub sites: u64,
     pub predicted_pause_us: u64,
+    /// The length of the bake time.
+    pub bake_seconds: i64,
     /// The end of the bake time, in seconds since the epoch.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bakes_until: Option<i64>,
@@ -91,6 +132,11 @@ pub struct TimelineEntry {
     pub time: i64,
     pub principal: String,
     pub text: String,
+    /// The phase after the event; empty in an entry of an earlier version.
+    pub phase: String,
+    /// The subject: phase, gate, gate closed or drift; empty for another.
+    pub subject: String,
+    pub number: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -146,6 +192,14 @@ fn word(name: &str, prefix: &str) -> String {
     word.to_lowercase().replace('_', " ")
 }
 
+/// Returns the word, or an empty text if there is no value.
+fn given(word: String) -> String {
+    match word == "unspecified" {
+        true => String::new(),
+        false => word,
+    }
+}
+
 fn micros(duration: prost_types::Duration) -> u64 {
     let micros = duration.seconds.saturating_mul(1_000_000);
     u64::try_from(micros.saturating_add(i64::from(duration.nanos / 1000))).unwrap_or(0)
@@ -155,6 +209,7 @@ impl From<v1::Rollout> for Rollout {
     fn from(rollout: v1::Rollout) -> Self {
         Self {
             phase: word(rollout.phase().as_str_name(), "PHASE_"),
+            stage: given(word(rollout.stage().as_str_name(), "STAGE_")),
             name: rollout.name,
             title: rollout.title,
             digest: rollout.digest,
@@ -164,6 +219,17 @@ impl From<v1::Rollout> for Rollout {
             guests: rollout.guests.into_iter().map(Into::into).collect(),
             approvals: rollout.approvals,
             approvals_needed: rollout.approvals_needed,
+            keys: rollout.keys.into_iter().map(Into::into).collect(),
+            guarded: rollout
+                .guarded
+                .into_iter()
+                .map(|guarded| GuardedKey {
+                    key: guarded.key,
+                    advice: guarded.advice,
+                })
+                .collect(),
+            gates: rollout.gates.into_iter().map(Into::into).collect(),
+            next_steps: rollout.next_steps.into_iter().map(Into::into).collect(),
             timeline: rollout.timeline.into_iter().map(Into::into).collect(),
         }
     }
@@ -183,6 +249,37 @@ impl From<v1::UnreadableRollout> for Rollout {
     }
 }
 
+impl From<v1::ClaimedKeys> for ClaimedKeys {
+    fn from(keys: v1::ClaimedKeys) -> Self {
+        Self {
+            want: keys.want,
+            count: keys.count,
+            names: keys.names,
+        }
+    }
+}
+
+impl From<v1::Gate> for Gate {
+    fn from(gate: v1::Gate) -> Self {
+        Self {
+            state: word(gate.state().as_str_name(), "STATE_"),
+            text: gate.text,
+            message: gate.message,
+            asked: gate.asked.map(|time| time.seconds),
+            aborts: gate.aborts,
+        }
+    }
+}
+
+impl From<v1::NextStep> for NextStep {
+    fn from(step: v1::NextStep) -> Self {
+        Self {
+            command: step.command,
+            effect: step.effect,
+        }
+    }
+}
+
 impl From<v1::Wave> for Wave {
     fn from(wave: v1::Wave) -> Self {
         Self {
@@ -195,6 +292,7 @@ impl From<v1::Wave> for Wave {
             keys: wave.keys,
             sites: wave.sites,
             predicted_pause_us: micros(wave.predicted_pause.unwrap_or_default()),
+            bake_seconds: wave.bake.map_or(0, |bake| bake.seconds),
             bakes_until: wave.bakes_until.map(|time| time.seconds),
         }
     }
@@ -229,6 +327,9 @@ impl From<v1::TimelineEntry> for TimelineEntry {
     fn from(entry: v1::TimelineEntry) -> Self {
         Self {
             time: entry.time.map_or(0, |time| time.seconds),
+            phase: given(word(entry.phase().as_str_name(), "PHASE_")),
+            subject: given(word(entry.subject().as_str_name(), "SUBJECT_")),
+            number: entry.number,
             principal: entry.principal,
             text: entry.text,
         }

@@ -17,12 +17,31 @@ use patchbay_fleet::storage::{Archive, RecordKeys};
 use patchbay_fleet::store::{EmbeddedStore, Store, Transaction};
 use patchbay_proto::socket::ListeningSocket;
 use tokio::runtime::Runtime;
+use tokio::task::JoinSet;
 
 use super::lab::{Commands, Lab, runtime};
 
-struct FakeFleet {
-    lab: Lab,
-    _runtime: Runtime,
+/// The lifetime of the controller's lease, for which the next one waits.
+const LEASE_TTL: Duration = Duration::from_secs(2);
+
+/// Repeats the query until it has an answer.
+#[track_caller]
+pub fn until<T>(mut query: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + Duration::from_secs(60);
+    loop {
+        if let Some(answer) = query() {
+            return answer;
+        }
+        assert!(Instant::now() < end, "no answer in time");
+    }
+}
+
+pub struct FakeFleet {
+    pub lab: Lab,
+    store: Arc<EmbeddedStore>,
+    runtime: Runtime,
+    /// The tasks of the controller.
+    tasks: JoinSet<()>,
 }
 
 impl Commands for FakeFleet {
@@ -32,7 +51,7 @@ impl Commands for FakeFleet {
 }
 
 impl FakeFleet {
-    fn new() -> Self {
+    pub fn new() -> Self {
         Self::with(Transaction::new())
     }
 
@@ -42,7 +61,20 @@ impl FakeFleet {
         let entered = runtime.enter();
         let store = EmbeddedStore::open(&lab.folder().join("fleet.redb")).expect("opens");
         runtime.block_on(store.commit(records)).expect("written");
-        let own = rustix::process::geteuid().as_raw();
+        drop(entered);
+        let mut fleet = Self {
+            lab,
+            store: Arc::new(store),
+            runtime,
+            tasks: JoinSet::new(),
+        };
+        fleet.serve();
+        fleet
+    }
+
+    /// Starts the controller, and waits until it leads.
+    fn serve(&mut self) {
+        let _entered = self.runtime.enter();
         let config = Config {
             replica: Leader {
                 name: "one".to_owned(),
@@ -51,48 +83,57 @@ impl FakeFleet {
             authority: Authority::new(LivePolicy::own_user_only(own), None),
             hosts: vec![HostConfig {
                 name: "here".to_owned(),
-                endpoint: HostEndpoint::Socket(lab.socket()),
+                endpoint: HostEndpoint::Socket(self.lab.socket()),
                 labels: [("rack".to_owned(), "a".to_owned())].into(),
             }],
             reach: Reach::default(),
-            lease_ttl: Duration::from_secs(60),
+            lease_ttl: LEASE_TTL,
             archive: Archive {
-                folder: lab.folder().join("archive"),
+                folder: self.lab.folder().join("archive"),
                 keep: Duration::from_secs(24 * 3600),
             },
             commands: Commands::default(),
             keys: RecordKeys::default(),
         };
-        let controller = Controller::new(config, Arc::new(store)).expect("own names");
-        let controller = Arc::new(controller);
-        drop(entered);
+        let store: Arc<dyn Store> = self.store.clone();
+        let controller = Arc::new(Controller::new(config, store).expect("own names"));
         let (runs, leads) = (Arc::clone(&controller), Arc::clone(&controller));
-        runtime.spawn(async move { runs.run().await });
-        let socket = lab.folder().join("fleet.sock");
+        self.tasks.spawn(async move { runs.run().await });
+        let socket = self.lab.folder().join("fleet.sock");
         let bound = ListeningSocket::bind(&socket).expect("free");
-        runtime.spawn(
-            async move { api::serve(controller, &bound, None, std::future::pending()).await },
-        );
-        runtime.block_on(leads.lead());
-        Self {
-            lab,
-            _runtime: runtime,
-        }
+        self.tasks.spawn(async move {
+            let served = api::serve(controller, &bound, std::future::pending());
+            served.await.expect("it serves");
+        });
+        self.runtime.block_on(leads.lead());
     }
 
-    fn spec(&self, name: &str, text: &str) -> String {
+    /// Stops the controller with all its connections, and starts it again.
+    pub fn restart(&mut self) {
+        self.runtime.block_on(self.tasks.shutdown());
+        self.serve();
+    }
+
+    /// Plans the spec, unless it is planned, and starts it.
+    pub fn start(&self, name: &str, spec: &str) {
+        let planned = self.json(&self.words(&["plan", spec]));
+        let digest = planned["digest"].as_str().expect("a digest");
+        self.ok(&self.words(&["start", name, "--digest", digest]));
+    }
+
+    pub fn spec(&self, name: &str, text: &str) -> String {
         let path = self.folder().join(name);
         std::fs::write(&path, text).expect("written");
         path.display().to_string()
     }
 
     /// Returns the words of `patchbay rollout` followed by `words`.
-    fn words<'a>(&self, words: &[&'a str]) -> Vec<&'a str> {
+    pub fn words<'a>(&self, words: &[&'a str]) -> Vec<&'a str> {
         [&["rollout"][..], words].concat()
     }
 }
 
-const SPEC: &str =
+pub const SPEC: &str =
     "selector: {guests: [\"*\"]}\nclaims: [{want: on, keys: [alpha]}]\nwaves: [{size: rest}]\n";
 
 #[test]
@@ -170,7 +211,7 @@ fn a_status_says_until_when_a_wave_bakes() {
     fleet.ok(&fleet.words(&["start", "net", "--digest", digest]));
     let mut watch = fleet.follow(&fleet.words(&["status", "net", "--watch"]));
     let mut lines = std::iter::repeat_with(|| watch.line()).take(100);
-    let line = lines.find(|line| line.contains("bakes"));
+    let line = lines.find(|line| line.contains("; it bakes"));
     let (_, until) = line
         .as_deref()
         .and_then(|line| line.split_once("; it bakes until "))

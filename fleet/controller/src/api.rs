@@ -27,10 +27,11 @@ use tonic::{Request, Response, Status};
 use self::caller::{Caller, not_leading};
 use crate::authority::{Refused, finish};
 use crate::controller::{Controller, Leadership, PlanError};
+use crate::plan::diff::DiffError;
 use crate::rollout::{Member, Rollout, State};
 use crate::runner::{Command, NotDeleted, Running, now};
 use crate::store::StoreError;
-use crate::{drift, hosts, view};
+use crate::{drift, hosts, plan, view};
 
 /// The maximum number of hosts that are queried at the same time.
 const FAN_OUT: usize = 128;
@@ -157,9 +158,10 @@ impl Api {
             PlanError::Denied(why) => caller.denied(why),
             PlanError::Deposed => not_leading(&self.controller),
             PlanError::Spec(_) | PlanError::Name(_) => Status::invalid_argument(message),
-            PlanError::NameTaken(_) | PlanError::Unreadable { .. } | PlanError::Overlap { .. } => {
-                Status::already_exists(message)
-            }
+            PlanError::NameTaken(_)
+            | PlanError::Ended { .. }
+            | PlanError::Unreadable { .. }
+            | PlanError::Overlap { .. } => Status::already_exists(message),
             PlanError::Nothing(_)
             | PlanError::Held { .. }
             | PlanError::KeysUnknown { .. }
@@ -214,6 +216,28 @@ impl RolloutService for Api {
         let running = planned.map_err(|error| self.plan_status(&caller, &error))?;
         let rollout = Some(caller.shown(&running.rollout(), true));
         Ok(Response::new(v1::PlanResponse { rollout }))
+    }
+
+    async fn diff(
+        &self,
+        request: Request<v1::DiffRequest>,
+    ) -> Result<Response<v1::DiffResponse>, Status> {
+        let caller = self.caller(&request)?;
+        let v1::DiffRequest { rollout, spec } = request.into_inner();
+        let (leads, running) = (self.leadership()?, self.running(&caller, &rollout)?);
+        let authority = self.controller.authority();
+        let may_plan = |rollout: &Rollout| {
+            let rule = authority.may_plan(caller.principal(), rollout);
+            rule.map(drop)
+        };
+        let diff = plan::diff::compare(leads.hosts(), &running, &spec, may_plan).await;
+        let diff = diff.map_err(|error| match error {
+            DiffError::Denied(why) => caller.denied(&why),
+            DiffError::Spec(error) => Status::invalid_argument(error.to_string()),
+            DiffError::Over { .. } => Status::failed_precondition(error.to_string()),
+        })?;
+        let rollout = view::rollout(&running.rollout(), false);
+        Ok(Response::new(view::diff(diff, rollout)))
     }
 
     async fn approve(

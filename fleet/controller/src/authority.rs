@@ -149,7 +149,7 @@ impl Authority {
         let (name, rule) = {
             let rollout = running.rollout();
             let policy = self.policy.current();
-            let decision = about(principal, concerned(&rollout), |question, _| {
+            let decision = about(principal, role(&rollout), concerned(&rollout), |question, _| {
                 policy.decide_without_caps(question)
             });
             (rollout.header().name.clone(), allowed(decision))
@@ -215,7 +215,7 @@ impl Authority {
     pub fn may_plan(&self, principal: &str, rollout: &Rollout) -> Result<String, String> {
         let policy = self.policy.current();
         let decide = |question: &Question<'_>, _: &[&str]| policy.decide(question);
-        let rule = allowed(about(principal, concerned(rollout), decide));
+        let rule = allowed(about(principal, role(rollout), concerned(rollout), decide));
         rule.map_err(|why| {
             self.denied(principal, "Plan", &rollout.header().name, &why);
             Sight::new(&policy, principal).hidden(rollout).shown(&why)
@@ -227,20 +227,30 @@ impl Authority {
     ///
     /// # Errors
     /// The policy's sentence.
-    pub fn may_extend(&self, principal: &str, member: &Member) -> Result<(), String> {
+    pub fn may_extend(
+        &self,
+        principal: &str,
+        rollout: &Rollout,
+        member: &Member,
+    ) -> Result<(), String> {
         let charge =
             |question: &Question<'_>, counted: &[&str]| self.policy.charge(question, counted);
-        allowed(about(principal, [member], charge)).map(drop)
+        allowed(about(principal, role(rollout), [member], charge)).map(drop)
     }
 
     /// Decides whether the principal may have the rollout accept the guest as it is.
     ///
     /// # Errors
     /// The policy's sentence.
-    pub fn may_adopt(&self, principal: &str, member: &Member) -> Result<(), String> {
+    pub fn may_adopt(
+        &self,
+        principal: &str,
+        rollout: &Rollout,
+        member: &Member,
+    ) -> Result<(), String> {
         let policy = self.policy.current();
         let decide = |question: &Question<'_>, _: &[&str]| policy.decide_without_caps(question);
-        allowed(about(principal, [member], decide)).map(drop)
+        allowed(about(principal, role(rollout), [member], decide)).map(drop)
     }
 
     /// Decides about the command, counts it against the caps, and returns the rule that allows it.
@@ -251,7 +261,7 @@ impl Authority {
         command: &Command,
     ) -> Result<String, Refused> {
         let policy = self.policy.current();
-        about(principal, concerned(rollout), |question, counted| {
+        about(principal, role(rollout), concerned(rollout), |question, counted| {
             let decision = match command.breaks_glass() {
                 true => policy.decide_break_glass(question),
                 false => policy.decide_without_caps(question),
@@ -345,7 +355,7 @@ pub fn operates(policy: &Policy, principal: &str, rollout: &Rollout) -> bool {
 
 /// Returns the number of approvals that the rollout needs.
 pub fn approvals_needed(policy: &Policy, rollout: &Rollout) -> usize {
-    let demand = about("", concerned(rollout), |question, _| {
+    let demand = about("", role(rollout), concerned(rollout), |question, _| {
         demand(policy, question)
     });
     demand.min.max(rollout.header().policy.approvals).max(1)
@@ -364,7 +374,7 @@ impl Verdicts {
     /// Decides without counting anything. The caps are compared with the rollout alone.
     pub fn new(policy: &Policy, principal: &str, rollout: &Rollout) -> Self {
         let text = |refused: Refused| refused.to_string();
-        about(principal, concerned(rollout), |question, _| Self {
+        about(principal, role(rollout), concerned(rollout), |question, _| Self {
             advance: allowed(policy.decide(question)).map(drop),
             stop: allowed(policy.decide_without_caps(question)).map(drop),
             start: check_approvals(policy, question, rollout).map_err(text),
@@ -432,6 +442,14 @@ fn demand(policy: &Policy, question: &Question<'_>) -> Demand {
     }
 }
 
+/// Returns the role that a command for the rollout needs.
+fn role(rollout: &Rollout) -> Role {
+    match rollout.header().policy.allow_guarded {
+        true => Role::Admin,
+        false => Role::Operator,
+    }
+}
+
 /// Returns the members that a command for the rollout concerns.
 fn concerned(rollout: &Rollout) -> impl Iterator<Item = &Member> {
     let members = rollout.members().iter();
@@ -442,6 +460,7 @@ fn concerned(rollout: &Rollout) -> impl Iterator<Item = &Member> {
 /// their guests qualified by their hosts.
 fn about<'m, T>(
     principal: &str,
+    role: Role,
     members: impl IntoIterator<Item = &'m Member>,
     ask: impl FnOnce(&Question<'_>, &[&str]) -> T,
 ) -> T {
@@ -460,7 +479,7 @@ fn about<'m, T>(
     let keys: Vec<&str> = keys.into_iter().collect();
     let question = Question {
         principal,
-        role: Role::Operator,
+        role,
         guests: &guests,
         want: Want::Keys(&keys),
     };

@@ -26,6 +26,7 @@ use crate::storage::{
     Archive, Keys, Leftover, Loaded, RecordKeys, TooLarge, Unreadable, deletions,
 };
 use crate::store::{Fence, Store, StoreError, commit_all};
+use crate::webhooks::{self, Webhook};
 use crate::{inventory, leader, plan, runner, storage};
 
 /// The delay before the next candidacy after an error of the store.
@@ -59,6 +60,7 @@ pub struct Controller {
     ends: watch::Sender<bool>,
     changes: watch::Sender<u64>,
     metrics: Metrics,
+    webhooks: Vec<Webhook>,
 }
 
 /// The state that only the leader has.
@@ -106,8 +108,16 @@ pub enum PlanError {
     Denied(String),
     #[error("{0:?} is no name of a rollout; give 1 to 64 letters, digits and hyphens")]
     Name(String),
-    #[error("rollout {0} exists with another spec; give this one another name")]
+    #[error(
+        "rollout {0} exists with another spec; give this one another name, or see what it would \
+         change with `rollout diff`"
+    )]
     NameTaken(String),
+    #[error(
+        "rollout {name} has ended and is {phase}; delete it with `rollout delete {name}`, or give \
+         the new one another --name"
+    )]
+    Ended { name: String, phase: &'static str },
     #[error("rollout {name} exists and cannot be read: {why}; give this one another name")]
     Unreadable { name: String, why: String },
     #[error("rollout {other} changes {what} and has not ended; wait for it, or abort it")]
@@ -151,7 +161,15 @@ impl Controller {
             ends: watch::Sender::new(false),
             changes: watch::Sender::new(0),
             metrics: Metrics::default(),
+            webhooks: vec![],
         })
+    }
+
+    /// Makes the replica deliver events to these webhooks while it leads.
+    #[must_use]
+    pub fn delivering_to(mut self, webhooks: Vec<Webhook>) -> Self {
+        self.webhooks = webhooks;
+        self
     }
 
     /// Returns the leader's state; `None` while this replica does not lead.
@@ -300,11 +318,13 @@ impl Controller {
         tracing::info!("replica {} leads", config.replica.name);
         let late = upkeep::change_late_guests(&leadership);
         let archive = upkeep::archive_ended(&leadership);
+        let deliver = webhooks::deliver(&leadership, &self.webhooks, &self.metrics);
         let follow = inventory::follow(store, &context.hosts, &config.reach, registry);
         let error = {
             let mut late = std::pin::pin!(late);
             let mut archive = std::pin::pin!(archive);
             let mut follow = std::pin::pin!(follow);
+            let mut deliver = std::pin::pin!(deliver);
             let mut keep = std::pin::pin!(term.keep());
             loop {
                 tokio::select! {
@@ -313,6 +333,7 @@ impl Controller {
                     () = &mut follow => {}
                     () = &mut late => {}
                     () = &mut archive => {}
+                    () = &mut deliver => {}
                     Some(ended) = tasks.join_next() => match ended {
                         Ok(Ended::Term(error)) => break error,
                         Ok(Ended::Refused { name, why }) => {
@@ -404,6 +425,11 @@ impl Controller {
 impl Leadership {
     pub fn hosts(&self) -> &Hosts {
         &self.context.hosts
+    }
+
+    /// Returns a counter that advances with every saved change of any rollout.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.context.changes.subscribe()
     }
 
     pub fn rollout(&self, name: &str) -> Option<Arc<Running>> {
@@ -523,10 +549,16 @@ impl Leadership {
         let planning = Arc::clone(&self.planning).lock_owned().await;
         if let Some(existing) = self.rollout(name) {
             let spec_digest = plan::spec_digest(text);
-            may_plan(&existing.rollout())?;
-            return match existing.rollout().header().spec_digest == spec_digest {
-                true => Ok(Arc::clone(&existing)),
-                false => Err(PlanError::NameTaken(name.to_owned())),
+            let rollout = existing.rollout();
+            may_plan(&rollout)?;
+            let (name, phase) = (name.to_owned(), rollout.header().phase);
+            return if matches!(phase, Phase::Reverting(_) | Phase::Ended(_)) {
+                let phase = phase.name();
+                Err(PlanError::Ended { name, phase })
+            } else if rollout.header().spec_digest == spec_digest {
+                Ok(Arc::clone(&existing))
+            } else {
+                Err(PlanError::NameTaken(name))
             };
         }
         if let Some(why) = self.unreadable().remove(name) {

@@ -137,7 +137,12 @@ pub async fn drift(
             left: None,
         }));
     match action {
-        Action::Report => {}
+        Action::Report => {
+            if let Some(first) = report.drifts.first() {
+                let text = differences(report.drifts.len(), first);
+                tell(running, Command::Drifted { text }, principal).await?;
+            }
+        }
         Action::Fix => {
             let by = By {
                 authority,
@@ -154,6 +159,18 @@ pub async fn drift(
         }
     }
     Ok(report)
+}
+
+fn differences(count: usize, first: &Drift) -> String {
+    let (guest, host, actual) = (&first.guest, &first.host, &first.actual);
+    let key = first
+        .key
+        .as_ref()
+        .map_or(String::new(), |key| format!("key {key}: "));
+    format!(
+        "drift: {count} differences from the rollout; the first is guest {guest} on {host}: \
+         {key}{actual}"
+    )
 }
 
 /// Returns the guests that the spec selects and that are not members.
@@ -325,7 +342,7 @@ async fn fix(
     for member in prepared.into_iter().flatten() {
         let why = match &member.state {
             State::Skipped { why } => Err(why.clone()),
-            _ => by.authority.may_extend(by.principal, &member),
+            _ => by.authority.may_extend(by.principal, &running.rollout(), &member),
         };
         let Err(why) = why else {
             added.push(member);
@@ -379,7 +396,7 @@ async fn adopt(
         let guest = (drift.host.clone(), drift.guest.clone());
         let member = current.get(&guest).map(|(_, member)| member.clone());
         let member = member.unwrap_or_else(|| Member::new(&guest.0, &guest.1));
-        if let Err(why) = by.authority.may_adopt(by.principal, &member) {
+        if let Err(why) = by.authority.may_adopt(by.principal, &running.rollout(), &member) {
             drift.left = Some(why);
             continue;
         }
@@ -432,7 +449,7 @@ pub async fn change_late(
     // A guest that refuses now may not have booted yet, so it remains drift.
     added.retain(|member| !matches!(member.state, State::Skipped { .. }));
     let mut waiting = Vec::new();
-    added.retain(|member| match authority.may_extend(by, member) {
+    added.retain(|member| match authority.may_extend(by, &running.rollout(), member) {
         Ok(()) => true,
         Err(why) => {
             waiting.push((member.guest.clone(), why));

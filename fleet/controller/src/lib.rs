@@ -36,5 +36,6 @@ pub mod spec;
 pub mod storage;
 mod trusted;
 mod view;
+pub mod webhooks;
 
 pub use patchbay_store as store;

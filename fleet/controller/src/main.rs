@@ -29,6 +29,7 @@ use patchbay_fleet::leader::Leader;
 use patchbay_fleet::page::Page;
 use patchbay_fleet::storage::{Archive, RecordKeys};
 use patchbay_fleet::store::{DEFAULT_ROOT, EmbeddedStore, EtcdStore, Store, registry};
+use patchbay_fleet::webhooks;
 use patchbay_proto::socket::ListeningSocket;
 use patchbay_store::args::EtcdTlsArgs;
 use tokio::net::TcpListener;
@@ -92,6 +93,9 @@ struct Arguments {
     /// may do
     #[arg(long, value_name = "OCTAL", default_value = "600", value_parser = parse_mode)]
     socket_mode: u32,
+    /// File with the webhooks that get events of rollouts, YAML
+    #[arg(long, value_name = "FILE")]
+    webhooks: Option<PathBuf>,
     #[command(flatten)]
     remote: RemoteArguments,
     /// Policy: who may do what; without it only root and the user that the controller runs as have
@@ -280,7 +284,12 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
              give --record-key"
         );
     }
-    let controller = Arc::new(Controller::new(config, store)?);
+    let webhooks = arguments.webhooks.as_deref().map(webhooks::read);
+    let webhooks = webhooks
+        .transpose()
+        .context("the webhooks cannot be used")?;
+    let controller = Controller::new(config, store)?;
+    let controller = Arc::new(controller.delivering_to(webhooks.unwrap_or_default()));
     if arguments.adopt_unsigned_records {
         return adopt(&controller).await;
     }

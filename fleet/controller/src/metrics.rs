@@ -34,6 +34,8 @@ struct Inner {
     archive_failures: Counter,
     terms: Counter,
     broken_glass: Counter,
+    webhook_failures: Counter,
+    webhook_lost: Counter,
 }
 
 impl Default for Inner {
@@ -46,6 +48,8 @@ impl Default for Inner {
             archive_failures: Counter::default(),
             terms: Counter::default(),
             broken_glass: Counter::default(),
+            webhook_failures: Counter::default(),
+            webhook_lost: Counter::default(),
         }
     }
 }
@@ -95,6 +99,16 @@ impl Metrics {
         self.0.terms.inc();
     }
 
+    /// Counts an attempt to deliver an event that the webhook has not accepted.
+    pub fn webhook_failed(&self) {
+        self.0.webhook_failures.inc();
+    }
+
+    /// Counts events that a webhook will not get.
+    pub fn webhook_lost(&self, events: u64) {
+        self.0.webhook_lost.inc_by(events);
+    }
+
     /// Adds the counters to a registry.
     pub fn register(&self, registry: &mut Registry) {
         let inner = &self.0;
@@ -133,6 +147,16 @@ impl Metrics {
             "broken_glass",
             "Starts and promotions without the approvals that they need",
             inner.broken_glass.clone(),
+        );
+        registry.register(
+            "webhook_failures",
+            "Attempts to deliver an event that the webhook did not accept",
+            inner.webhook_failures.clone(),
+        );
+        registry.register(
+            "webhook_lost_events",
+            "Events that were given up, because a webhook did not accept them in time",
+            inner.webhook_lost.clone(),
         );
     }
 }

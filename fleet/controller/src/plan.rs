@@ -3,6 +3,7 @@
 //! divides them into waves.
 
 mod asks;
+pub mod diff;
 mod tracepoints;
 
 use std::collections::BTreeMap;
@@ -16,7 +17,8 @@ use sha2::{Digest, Sha256};
 pub use self::asks::{Asks, not_made};
 use crate::hosts::{self, CallError, Host, Hosts};
 use crate::rollout::{
-    Claim, Header, KeySets, Member, Millis, Phase, Rollout, State, TimelineEntry, Wave, bounded,
+    Claim, Event, Header, KeySets, Member, Millis, Phase, Rollout, State, TimelineEntry, Wave,
+    bounded,
 };
 use crate::spec::{Selector, Size, Spec};
 
@@ -50,7 +52,13 @@ pub async fn plan(
             time: now,
             principal: principal.to_owned(),
             text: "planned".to_owned(),
+            event: Event::Phase,
+            number: 1,
+            phase: Phase::Planned,
         }],
+        entries: 1,
+        delivered: BTreeMap::new(),
+        closed_gate: None,
         members: 0,
         created: now,
         trace_id: hosts::current_trace().map_or_else(String::new, |id| format!("{id:032x}")),

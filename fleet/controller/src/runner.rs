@@ -73,6 +73,15 @@ pub enum Command {
     Forget {
         member: usize,
     },
+    /// Records the latest entry of the timeline that a webhook has accepted.
+    Delivered {
+        webhook: String,
+        number: u64,
+    },
+    /// Records that guests differ from the state that the rollout set.
+    Drifted {
+        text: String,
+    },
 }
 
 enum Asked {
@@ -210,6 +219,14 @@ impl Command {
             }
             Self::Adopt { drifted, joined } => rollout.adopt(&drifted, joined, principal, now),
             Self::Forget { member } => rollout.forget(member, principal, now),
+            Self::Delivered { webhook, number } => {
+                rollout.delivered(webhook, number);
+                Ok(())
+            }
+            Self::Drifted { text } => {
+                rollout.drifted(principal, text, now);
+                Ok(())
+            }
         }
     }
 }

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Converts rollouts to the messages of `patchbay.fleet.v1`.
 
+mod standing;
+
 use patchbay_proto::fleet::v1;
 
-use crate::clock::timestamp;
+use crate::clock::{now, timestamp};
 use crate::drift::{Cause, Drift};
 use crate::rollout::{
     End, Failure, Header, Member, Millis, Phase, Rollout, Stage, State, TimelineEntry, Wave,
@@ -20,6 +22,8 @@ fn duration(micros: u64) -> prost_types::Duration {
 fn number(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
 }
+
+pub use self::standing::{diff, keys};
 
 pub fn phase(phase: Phase) -> v1::Phase {
     match phase {
@@ -53,6 +57,18 @@ pub fn rollout(rollout: &Rollout, guests: bool, sight: &Sight<'_>) -> v1::Rollou
         approvals: header.approvals.clone(),
         approvals_needed: number(header.policy.approvals),
         timeline: header.timeline.iter().map(entry).collect(),
+        stage: standing::stage(header.phase).into(),
+        gates: rollout
+            .gate_standings()
+            .into_iter()
+            .map(standing::gate)
+            .collect(),
+        next_steps: standing::next_steps(rollout.next_steps(now())),
+        keys: standing::keys(rollout.members()),
+        guarded: match guests {
+            true => standing::guarded(rollout.members()),
+            false => vec![],
+        },
     }
 }
 
@@ -61,6 +77,13 @@ fn entry(entry: &TimelineEntry) -> v1::TimelineEntry {
         time: Some(timestamp(entry.time)),
         principal: entry.principal.clone(),
         text: entry.text.clone(),
+        subject: standing::subject(entry.event).into(),
+        phase: match entry.number {
+            0 => v1::Phase::Unspecified,
+            _ => phase(entry.phase),
+        }
+        .into(),
+        number: entry.number,
     }
 }
 
@@ -97,6 +120,7 @@ fn wave<'m>(header: &Header, wave: &Wave, members: impl Iterator<Item = &'m Memb
             .iter()
             .map(|member| u64::from(member.plan.sites))
             .sum(),
+        bake: Some(duration(wave.bake_ms.saturating_mul(1000))),
     }
 }
 

@@ -5,6 +5,10 @@
 mod browser;
 #[path = "processes/gate_file.rs"]
 mod gate_file;
+#[path = "page/contrast.rs"]
+mod contrast;
+#[path = "page/head.rs"]
+mod head;
 #[path = "page/refused.rs"]
 mod refused;
 #[path = "page/remote.rs"]

@@ -8,9 +8,12 @@ mod rollouts {
     #[path = "../processes/gate_file.rs"]
     mod gate_file;
     mod gates;
+    mod guarded;
     mod refused;
+    mod standing;
     mod storage;
     mod support;
     mod tracepoints;
     mod waves;
+    mod webhooks;
 }

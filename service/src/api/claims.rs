@@ -38,6 +38,7 @@ pub async fn set(
         sites_patched,
         predicted_pause,
         left_out: outs,
+        guarded,
         repeated,
         revision,
     } = &*outcome;
@@ -54,6 +55,13 @@ pub async fn set(
         sites_patched: *sites_patched,
         predicted_pause: predicted_pause.map(convert::duration),
         left_out: outs.iter().map(left_out).collect(),
+        guarded: guarded
+            .iter()
+            .map(|(key, known)| v1::GuardedKey {
+                key: key.clone(),
+                advice: known.map(convert::advice),
+            })
+            .collect(),
     })
 }
 

@@ -152,7 +152,7 @@ pub fn quarantine(quarantine: Quarantine) -> v1::Quarantine {
     }
 }
 
-fn advice(known: Known) -> v1::Advice {
+pub fn advice(known: Known) -> v1::Advice {
     let safety = match known.advice.safety {
         Safety::Safe => v1::FlipSafety::Safe,
         Safety::Conditional => v1::FlipSafety::Conditional,

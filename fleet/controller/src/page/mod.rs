@@ -18,6 +18,7 @@ mod heat;
 mod holders;
 mod routes;
 mod rows;
+mod standing;
 mod state;
 
 use std::net::{IpAddr, SocketAddr};

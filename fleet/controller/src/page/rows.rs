@@ -82,10 +82,7 @@ fn row(rollout: &Rollout, index: usize, member: &Member) -> GuestRow {
         wave: wave.map(|wave| wave.name.clone()),
         state: guest_state(&member.state),
         message,
-        pause_us: match member.state {
-            State::AsWanted { pause_us } => Some(pause_us),
-            _ => None,
-        },
+        pause_us: member.pause(),
         predicted_pause_us: member.plan.predicted_pause_us,
     }
 }

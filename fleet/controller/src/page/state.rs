@@ -8,11 +8,12 @@ use patchbay_access::policy::Policy;
 use serde::Serialize;
 
 use super::Shared;
-use super::sight::{Hidden, Sight};
+use super::standing::{self, Gate, Keys, Safety, Step};
 use crate::authority::{Verdicts, approvals_needed};
 use crate::controller::Leadership;
 use crate::rollout::{
-    Header, Member, Millis, Phase, Rollout, Stage, State, TimelineEntry, Verb, WaveGateKind,
+    Header, Member, Millis, NotLegal, Phase, Rollout, Stage, State, TimelineEntry, Verb,
+    WaveGateKind,
 };
 use crate::runner::{Running, now};
 use crate::storage::Unreadable;
@@ -49,6 +50,8 @@ pub struct Summary {
     phase: &'static str,
     created: Millis,
     counts: Counts,
+    /// The reason why the rollout waits for a person.
+    needs: Option<&'static str>,
 }
 
 /// The number of guests in each state.
@@ -79,6 +82,12 @@ pub struct Detail {
     waves: Vec<WaveView>,
     pauses: Pauses,
     frozen: Option<String>,
+    safety: Safety,
+    keys: Vec<Keys>,
+    /// The number of hosts of the guests.
+    hosts: usize,
+    gates: Vec<Gate>,
+    next_steps: Vec<Step>,
     commands: Vec<CommandView>,
     timeline: Vec<TimelineEntry>,
 }
@@ -112,6 +121,8 @@ struct Pauses {
 #[derive(Serialize)]
 struct CommandView {
     name: &'static str,
+    /// The rollout's phase allows the command.
+    legal: bool,
     enabled: bool,
     /// The reason why the button is disabled.
     why: String,
@@ -184,6 +195,7 @@ fn summary(rollout: &Rollout, sight: &Sight<'_>) -> Option<Summary> {
         phase: header.phase.name(),
         created: header.created,
         counts: Counts::of(sight.of(rollout.members())),
+        needs: standing::needs(rollout, sight.of(rollout.members())),
     })
 }
 
@@ -216,6 +228,11 @@ fn detail(
             .collect(),
         pauses: pauses(header, sight.of(rollout.members())),
         frozen: frozen.map(|freeze| freeze.reason.clone()),
+        safety: standing::safety(rollout, sight.of(rollout.members())),
+        keys: standing::keys(sight.of(rollout.members())),
+        hosts: hosts(sight.of(rollout.members())),
+        gates: standing::gates(rollout, &hidden),
+        next_steps: standing::steps(rollout, now()),
         commands: commands(policy, principal, rollout, &hidden),
         timeline: header
             .timeline
@@ -226,6 +243,13 @@ fn detail(
             .cloned()
             .collect(),
     })
+}
+
+fn hosts<'m>(members: impl Iterator<Item = &'m Member>) -> usize {
+    let hosts = members
+        .filter(|member| !matches!(member.state, State::Skipped { .. } | State::Superseded))
+        .map(|member| member.host.as_str());
+    hosts.collect::<std::collections::HashSet<&str>>().len()
 }
 
 fn wave(header: &Header, index: usize, members: &[Member], sight: &Sight<'_>) -> WaveView {
@@ -260,10 +284,8 @@ fn wave(header: &Header, index: usize, members: &[Member], sight: &Sight<'_>) ->
 
 fn pauses<'m>(header: &Header, members: impl Iterator<Item = &'m Member>) -> Pauses {
     let mut pauses: Vec<u64> = members
-        .filter_map(|member| match member.state {
-            State::AsWanted { pause_us } => Some(pause_us),
-            _ => None,
-        })
+        .filter(|member| member.state != State::Superseded)
+        .filter_map(Member::pause)
         .collect();
     pauses.sort_unstable();
     let rank = |percent: usize| {
@@ -307,10 +329,12 @@ fn commands(
     let verdicts = Verdicts::new(policy, principal, rollout);
     let command = |verb: Verb| {
         let legal = rollout.would_change(verb, principal);
+        let is_legal = !matches!(legal, Err(NotLegal::Phase { .. }));
         let legal = legal.map_err(|error| error.to_string());
         let verdict = verdicts.of(verb).and(legal);
         CommandView {
             name: verb.name(),
+            legal: is_legal,
             enabled: verdict.is_ok(),
             why: hidden.shown(&verdict.err().unwrap_or_default()),
         }

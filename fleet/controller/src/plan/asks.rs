@@ -9,7 +9,7 @@ use super::tracepoints;
 use crate::clock::timestamp;
 use crate::hosts::{CallError, Host};
 use crate::rollout::{
-    Claim, Header, KeySet, LeftOut, Member, Millis, Plan, State, Tracepoint, Want, bounded,
+    Claim, Guarded, Header, KeySet, LeftOut, Member, Millis, Plan, State, Tracepoint, Want, bounded,
 };
 use crate::spec::{ClaimOf, Duration, Spec};
 
@@ -32,6 +32,8 @@ pub struct Asks {
     pub ttl: Option<Duration>,
     /// The reason of the claims, in one line of at most 256 bytes.
     reason: String,
+    /// The spec consents to claims on guarded keys.
+    allow_guarded: bool,
 }
 
 impl Asks {
@@ -44,6 +46,7 @@ impl Asks {
             created: header.created,
             ttl: spec.ttl,
             reason,
+            allow_guarded: spec.allow_guarded,
         }
     }
 
@@ -106,9 +109,18 @@ impl Asks {
             ..self.request(guest, generation, of_keys.chain(of_tracepoints).collect())
         };
         let answer = host.set_claims(request, person).await;
-        let answer = answer.map_err(|status| CallError::new(&status).why)?;
+        let answer = answer.map_err(|status| self.consented(CallError::new(&status).why))?;
         let boot = bounded(&answer.boot);
-        Ok((planned(answer, tracepoints)?, boot))
+        let planned = planned(answer, tracepoints).map_err(|why| self.consented(why))?;
+        Ok((planned, boot))
+    }
+
+    /// Adds the way to consent to the reason why a guarded key is refused.
+    fn consented(&self, why: String) -> String {
+        match why.contains("KEY_GUARDED") && !self.allow_guarded {
+            true => format!("{why} (`allow_guarded: true` in the spec)"),
+            false => why,
+        }
     }
 
     /// Returns the request that makes a member's claims in the boot that the rollout knows. A guest
@@ -146,6 +158,7 @@ impl Asks {
         });
         v1::SetClaimsRequest {
             guest: guest.to_owned(),
+            allow_guarded: self.allow_guarded && !claims.is_empty(),
             owner: self.owner.clone(),
             generation,
             claims,
@@ -188,6 +201,19 @@ pub(super) fn planned(
         claims,
         tracepoints.into_iter().map(|(_, one)| one).collect(),
     );
+    let guarded = answer.guarded.into_iter();
+    let guarded = guarded.filter(|one| {
+        let claims = set.claims();
+        claims
+            .binary_search_by(|claim| claim.key.cmp(&one.key))
+            .is_ok()
+    });
+    let guarded = guarded.map(|one| Guarded {
+        key: one.key,
+        advice: bounded(&one.advice.unwrap_or_default().message),
+    });
+    let guarded = guarded.collect();
+    let set = set.with_guarded(guarded);
     if set.intent_digest() != answer.intent_digest {
         let digest = &answer.intent_digest;
         return Err(format!(

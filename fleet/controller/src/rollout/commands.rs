@@ -2,7 +2,8 @@
 //! Implements the commands of people.
 
 use super::legal::{self, NotLegal};
-use super::state::{End, Millis, Phase, Rollout, STARTED, Stage, State};
+use super::machine::bounded;
+use super::state::{End, Event, Millis, Phase, Rollout, STARTED, Stage, State};
 
 impl Rollout {
     /// Adds the principal's approval of the plan.
@@ -145,6 +146,17 @@ impl Rollout {
     }
 
     pub(super) fn revert(&mut self, end: End, principal: &str, now: Millis, text: &str) {
+        self.revert_for(Event::Phase, end, principal, now, text);
+    }
+
+    pub(super) fn revert_for(
+        &mut self,
+        event: Event,
+        end: End,
+        principal: &str,
+        now: Millis,
+        text: &str,
+    ) {
         if !self.may_revert() {
             return;
         }
@@ -153,7 +165,7 @@ impl Rollout {
         for index in 0..self.members.len() {
             self.release(index);
         }
-        self.enter(Phase::Reverting(end), principal, now, text);
+        self.enter_for(event, Phase::Reverting(end), principal, now, text);
     }
 
     /// Returns the principal of the person for whom the member's next call is made: the one whose
@@ -185,6 +197,24 @@ impl Rollout {
         } else if matches!(member.state, State::NotYet { .. }) {
             // The guest could not be observed, so no claims were sent.
             self.set(index, State::Pending);
+        }
+    }
+
+    /// Records that a webhook has accepted the entry with this number, and all before it.
+    pub fn delivered(&mut self, webhook: String, number: u64) {
+        self.header.delivered.insert(webhook, number);
+        self.run.header_changed = true;
+    }
+
+    /// Records that guests differ from the state that the rollout set, unless the timeline says so
+    /// since the last change of the phase.
+    pub fn drifted(&mut self, principal: &str, text: String, now: Millis) {
+        let timeline = self.header.timeline.iter().rev();
+        let mut since = timeline.take_while(|entry| entry.event != Event::Phase);
+        let text = bounded(&text);
+        let last = since.find(|entry| entry.event == Event::Drift);
+        if last.is_none_or(|last| last.text != text) {
+            self.note_of(Event::Drift, principal, now, text);
         }
     }
 

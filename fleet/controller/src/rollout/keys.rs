@@ -54,6 +54,14 @@ pub struct Tracepoint {
     pub key: String,
 }
 
+/// A guarded key that is claimed by consent of the spec.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Guarded {
+    pub key: String,
+    /// The effect of a change from outside, as far as it is known; may be empty.
+    pub advice: String,
+}
+
 /// The claims of a rollout on the keys of a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeySet {
@@ -61,6 +69,7 @@ pub struct KeySet {
     intent_digest: String,
     claims: Vec<Claim>,
     tracepoints: Vec<Tracepoint>,
+    guarded: Vec<Guarded>,
 }
 
 impl Default for KeySet {
@@ -92,7 +101,26 @@ impl KeySet {
             intent_digest,
             claims,
             tracepoints,
+            guarded: vec![],
         }
+    }
+
+    /// Returns the set with these of its keys marked as guarded.
+    #[must_use]
+    pub fn with_guarded(mut self, guarded: Vec<Guarded>) -> Self {
+        if !guarded.is_empty() {
+            let mut hash = Sha256::new();
+            hash.update(&self.digest);
+            for Guarded { key, advice } in &guarded {
+                for text in [key, advice] {
+                    hash.update((text.len() as u64).to_le_bytes());
+                    hash.update(text);
+                }
+            }
+            self.digest = hex(&hash.finalize());
+        }
+        self.guarded = guarded;
+        self
     }
 
     /// Returns a digest that also covers the tracepoints. Different sets have different digests.
@@ -112,6 +140,11 @@ impl KeySet {
 
     pub fn tracepoints(&self) -> &[Tracepoint] {
         &self.tracepoints
+    }
+
+    /// Returns the guarded keys that are claimed, ordered by name.
+    pub fn guarded(&self) -> &[Guarded] {
+        &self.guarded
     }
 }
 

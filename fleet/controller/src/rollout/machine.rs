@@ -5,7 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::state::{
-    Changes, End, Failure, Header, Member, Millis, Phase, Rollout, Run, Stage, State, TimelineEntry,
+    Changes, End, Event, Failure, Header, Member, Millis, Phase, Rollout, Run, Stage, State,
+    TimelineEntry,
 };
 
 /// The number of calls without an answer after which the wave does not wait for the guest any more.
@@ -473,26 +474,49 @@ impl Rollout {
         if let State::NotYet { why, .. } | State::Releasing { why } = &mut state {
             *why = bounded(why);
         }
-        self.members[index].state = state;
+        let member = &mut self.members[index];
+        member.pause_us = member.pause();
+        member.state = state;
         self.run.changed.insert(index);
     }
 
     pub(super) fn enter(&mut self, phase: Phase, principal: &str, now: Millis, text: &str) {
+        self.enter_for(Event::Phase, phase, principal, now, text);
+    }
+
+    /// Enters the phase because of the event, which the timeline records if it has a text.
+    pub(super) fn enter_for(
+        &mut self,
+        event: Event,
+        phase: Phase,
+        principal: &str,
+        now: Millis,
+        text: &str,
+    ) {
         self.header.phase = phase;
+        self.header.closed_gate = None;
         self.run.header_changed = true;
         if !text.is_empty() {
             self.header.message = bounded(text);
-            self.note(principal, now, text.to_owned());
+            self.note_of(event, principal, now, text.to_owned());
         }
     }
 
     pub(super) fn note(&mut self, principal: &str, time: Millis, text: String) {
+        self.note_of(Event::Other, principal, time, text);
+    }
+
+    pub(super) fn note_of(&mut self, event: Event, principal: &str, time: Millis, text: String) {
         self.run.header_changed = true;
+        self.header.entries = self.header.entries.saturating_add(1);
         let timeline = &mut self.header.timeline;
         timeline.push(TimelineEntry {
             time,
             principal: principal.to_owned(),
             text: bounded(&text),
+            event,
+            number: self.header.entries,
+            phase: self.header.phase,
         });
         let bytes = |entry: &TimelineEntry| entry.principal.len() + entry.text.len();
         while timeline.len() > MAX_TIMELINE

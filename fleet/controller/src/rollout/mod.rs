@@ -49,25 +49,29 @@
 
 mod amend;
 mod commands;
+mod describe;
 mod gates;
 mod keys;
 mod legal;
 mod machine;
 mod outcomes;
 mod policy;
+mod standing;
 mod state;
 #[cfg(test)]
 mod tests;
 mod waves;
 
-pub use self::keys::{Claim, KeySet, KeySets, Tracepoint, Want};
+pub use self::describe::lasting;
+pub use self::keys::{Claim, Guarded, KeySet, KeySets, Tracepoint, Want};
 pub use self::legal::{NotLegal, Verb};
 pub(crate) use self::machine::bounded;
 pub use self::machine::{Action, ClaimOutcome, GateAnswer, ReleaseOutcome, Step};
 pub use self::policy::{
     AfterReboot, AgentLimits, Caps, ErrorsOf, Freeze, OnFailure, Policy, WaveGate, WaveGateKind,
 };
+pub use self::standing::{GateStanding, NextStep, Standing};
 pub use self::state::{
-    Changes, End, Failure, Header, Health, LeftOut, Member, Millis, Phase, Plan, Rollout, Stage,
-    State, TimelineEntry, Wave,
+    Changes, End, Event, Failure, Header, Health, LeftOut, Member, Millis, Phase, Plan, Rollout,
+    Stage, State, TimelineEntry, Wave,
 };

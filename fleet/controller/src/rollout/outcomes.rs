@@ -8,7 +8,7 @@ use super::machine::{
     bounded,
 };
 use super::policy::AfterReboot;
-use super::state::{Failure, Member, Millis, Phase, Rollout, Stage, State};
+use super::state::{Event, Failure, Member, Millis, Phase, Rollout, Stage, State};
 use crate::hosts::Changed;
 
 /// The time within which a guest boots soon after its change.
@@ -200,7 +200,7 @@ impl Rollout {
             let text = format!(
                 "guest {name} has booted {boots} times soon after its change, and is left as it is"
             );
-            self.note("", now, text);
+            self.note_of(Event::Drift, "", now, text);
             self.set(index, State::Released { void: true });
         } else {
             for _ in 0..boots * 4 {
@@ -276,8 +276,13 @@ impl Rollout {
         }
         match answer {
             GateAnswer::Passed => {
-                self.run.answered.insert(gate, (asked, true));
+                let before = self.run.answered.insert(gate, (asked, true));
                 self.run.inconclusive.remove(&gate);
+                if before.is_none_or(|(_, passed)| !passed) {
+                    let wave = &self.header.waves[wave].name;
+                    let text = format!("gate {} of wave {wave} has passed", gate + 1);
+                    self.note_of(Event::Gate, "", now, text);
+                }
             }
             GateAnswer::Failed(why) => self.close(gate, &why, now),
             GateAnswer::Inconclusive(why) => {
@@ -289,13 +294,19 @@ impl Rollout {
 
     /// Waits for a gate that is inconclusive, and pauses the rollout when that takes too long.
     fn wait_for_gate(&mut self, gate: usize, asked: Millis, why: &str, now: Millis) {
-        let since = *self.run.inconclusive.entry(gate).or_insert(asked);
+        let entry = self.run.inconclusive.entry(gate);
+        let entry = entry.or_insert_with(|| (asked, String::new()));
+        entry.1 = bounded(why);
+        let since = entry.0;
         let wave = &self.header.waves[self.header.wave].name;
         let what = format!("gate {} of wave {wave} is inconclusive", gate + 1);
         if now.saturating_sub(since) >= self.header.policy.gates[gate].patience_ms {
-            self.enter(Phase::Paused, "", now, &format!("{what}: {why}"));
+            let text = format!("{what}: {why}");
+            self.enter_for(Event::GateClosed, Phase::Paused, "", now, &text);
+            self.header.closed_gate = Some(gate);
         } else if since == asked {
-            self.note("", now, format!("{what}, and asked again: {why}"));
+            let text = format!("{what}, and asked again: {why}");
+            self.note_of(Event::Gate, "", now, text);
         }
     }
 
@@ -317,7 +328,7 @@ impl Rollout {
         // The answers to what is asked now would not be recognised by their times.
         self.run.asked.clear();
         let answered = self.run.answered.values_mut().map(|(asked, _)| asked);
-        let inconclusive = self.run.inconclusive.values_mut();
+        let inconclusive = self.run.inconclusive.values_mut().map(|(since, _)| since);
         let made = self.run.made.values_mut().map(|(at, _)| at);
         for at in answered.chain(inconclusive).chain(made) {
             *at = at.saturating_add_signed(by);

@@ -152,6 +152,9 @@ pub struct Policy {
     /// The number of guests of each wave that must be as wanted before the next wave begins.
     pub min_success: usize,
     pub after_reboot: AfterReboot,
+    /// Guarded keys may be claimed, which needs the role of an admin.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub allow_guarded: bool,
 }
 
 impl Policy {

@@ -176,6 +176,8 @@ pub struct Member {
     pub is_confirmed: bool,
     /// The time at which the claims end by themselves, if the spec has a time for them.
     pub expires: Option<Millis>,
+    /// The time for which the latest change stopped the guest. It stays after the change is undone.
+    pub pause_us: Option<u64>,
     pub state: State,
 }
 
@@ -192,7 +194,17 @@ impl Member {
             boot: String::new(),
             is_confirmed: false,
             expires: None,
+            pause_us: None,
             state: State::Pending,
+        }
+    }
+
+    /// Returns the time for which the latest change stopped the guest; `None` if it was not changed.
+    pub fn pause(&self) -> Option<u64> {
+        match self.state {
+            // A record of before the field has it in the state alone.
+            State::AsWanted { pause_us } => Some(pause_us),
+            _ => self.pause_us,
         }
     }
 
@@ -236,12 +248,42 @@ impl Wave {
     }
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// The subject of a timeline's entry.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Event {
+    /// The entry has none of the other subjects, or was written before there were subjects.
+    #[default]
+    Other,
+    /// The rollout entered another phase.
+    Phase,
+    /// The first answer of a gate in a wave, or one that differs from the one before.
+    Gate,
+    /// A gate paused or aborted the rollout.
+    GateClosed,
+    /// Guests differ from the state that the rollout set.
+    Drift,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TimelineEntry {
     pub time: Millis,
     /// The principal; empty for the controller's own actions.
     pub principal: String,
     pub text: String,
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub event: Event,
+    /// The position among all entries that the timeline ever had, from 1; 0 in an entry of a
+    /// program that did not count them.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub number: u64,
+    /// The phase after the event.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub phase: Phase,
+}
+
+/// Returns whether a field of a record is left out of it.
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 /// The stored state of a rollout without its members.
@@ -262,6 +304,15 @@ pub struct Header {
     pub policy: Policy,
     pub approvals: Vec<String>,
     pub timeline: Vec<TimelineEntry>,
+    /// The number of entries that the timeline ever had.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub entries: u64,
+    /// The numbers of the latest entries that webhooks have accepted, by the webhooks' names.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub delivered: BTreeMap<String, u64>,
+    /// The gate of the present wave that has paused the rollout.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub closed_gate: Option<usize>,
     pub members: usize,
     pub created: Millis,
     /// The trace of the call that planned the rollout, 32 hexadecimal digits; empty if the call had
@@ -343,8 +394,9 @@ pub(super) struct Run {
     /// The gates of the wave that have answered, the times at which they were asked, and whether
     /// they have passed.
     pub(super) answered: BTreeMap<usize, (Millis, bool)>,
-    /// The gates of the wave whose latest answers are inconclusive, and the time of the first.
-    pub(super) inconclusive: BTreeMap<usize, Millis>,
+    /// The gates of the wave whose latest answers are inconclusive, the time of the first, and the
+    /// latest reason.
+    pub(super) inconclusive: BTreeMap<usize, (Millis, String)>,
     /// The number of consecutive calls for a member that failed, and the time of the next one.
     pub(super) retries: BTreeMap<usize, (u32, Millis)>,
     /// The time of the next query whether the guests still have the claims.

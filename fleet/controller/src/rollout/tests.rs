@@ -5,6 +5,7 @@ mod claims;
 mod events;
 mod gates;
 mod persons;
+mod standing;
 
 use super::*;
 

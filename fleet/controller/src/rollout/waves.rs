@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Takes a wave from its first claims through the bake time and the gates to the next wave.
 
+use super::describe::lasting;
 use super::gates;
 use super::machine::{Action, Step};
 use super::policy::{OnFailure, WaveGateKind};
-use super::state::{End, Member, Millis, Phase, Rollout, Stage, State};
+use super::state::{End, Event, Member, Millis, Phase, Rollout, Stage, State};
 
 impl Rollout {
     pub(super) fn change_wave(&mut self, now: Millis) {
@@ -37,8 +38,12 @@ impl Rollout {
         let until = match wave.bakes_until {
             Some(until) if until <= end => until,
             _ => {
-                wave.bakes_until = Some(end);
+                let is_first = wave.bakes_until.replace(end).is_none();
                 self.run.header_changed = true;
+                if is_first && wave.bake_ms > 0 {
+                    let text = format!("wave {} bakes for {}", wave.name, lasting(wave.bake_ms));
+                    self.note("", now, text);
+                }
                 end
             }
         };
@@ -144,9 +149,14 @@ impl Rollout {
         let text = format!("gate {} of wave {wave} is closed: {why}", gate + 1);
         let is_added = self.header.waves[self.header.wave].is_added;
         match self.header.policy.gates[gate].on_failure {
-            OnFailure::Pause => self.enter(Phase::Paused, "", now, &text),
+            OnFailure::Pause => {
+                self.enter_for(Event::GateClosed, Phase::Paused, "", now, &text);
+                self.header.closed_gate = Some(gate);
+            }
             OnFailure::Abort if is_added => self.leave_wave(&text, now),
-            OnFailure::Abort => self.revert(End::Aborted, "", now, &text),
+            OnFailure::Abort => {
+                self.revert_for(Event::GateClosed, End::Aborted, "", now, &text);
+            }
         }
     }
 
@@ -154,7 +164,8 @@ impl Rollout {
     fn leave_wave(&mut self, why: &str, now: Millis) {
         self.header.waves[self.header.wave].is_taken_back = true;
         self.release_wave(self.header.wave);
-        self.enter(Phase::Running(Stage::Changing), "", now, why);
+        let changing = Phase::Running(Stage::Changing);
+        self.enter_for(Event::GateClosed, changing, "", now, why);
         self.next_wave(now);
     }
 }

@@ -2,6 +2,7 @@
 //! Parses a rollout's spec in YAML. Every error has a line and a column. Unknown fields are
 //! refused.
 
+mod describe;
 mod gates;
 mod values;
 
@@ -48,6 +49,9 @@ pub struct Spec {
     pub late_guests: LateGuests,
     #[serde(default)]
     pub after_reboot: AfterReboot,
+    /// Consents to claims on guarded keys.
+    #[serde(default)]
+    pub allow_guarded: bool,
 }
 
 /// The error of a spec of the earlier form.
@@ -344,6 +348,7 @@ impl Spec {
             approvals: self.approvals.map_or(1, |count| count.0 as usize),
             min_success: self.min_success.map_or(1, |count| count.0 as usize),
             after_reboot: self.after_reboot,
+            allow_guarded: self.allow_guarded,
         }
     }
 }

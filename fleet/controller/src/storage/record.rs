@@ -11,7 +11,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::rollout::{
-    Claim, Health, KeySet, KeySets, Member, Millis, Phase, Plan, State, Tracepoint,
+    Claim, Guarded, Health, KeySet, KeySets, Member, Millis, Phase, Plan, State, Tracepoint,
 };
 
 /// The version that this program writes, and the latest that it reads.
@@ -101,6 +101,8 @@ struct StoredMember {
     boot: String,
     is_confirmed: bool,
     expires: Option<Millis>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pause_us: Option<u64>,
     state: State,
 }
 
@@ -109,6 +111,8 @@ struct StoredMember {
 struct StoredSet {
     claims: Vec<Claim>,
     tracepoints: Vec<Tracepoint>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    guarded: Vec<Guarded>,
 }
 
 pub fn encode_member(member: &Member) -> Vec<u8> {
@@ -123,6 +127,7 @@ pub fn encode_member(member: &Member) -> Vec<u8> {
         boot: member.boot.clone(),
         is_confirmed: member.is_confirmed,
         expires: member.expires,
+        pause_us: member.pause_us,
         state: member.state.clone(),
     })
 }
@@ -144,6 +149,7 @@ pub fn decode_member(value: &[u8], sets: &KeySets) -> Result<Member, Unreadable>
         boot: member.boot,
         is_confirmed: member.is_confirmed,
         expires: member.expires,
+        pause_us: member.pause_us,
         state: member.state,
     })
 }
@@ -152,6 +158,7 @@ pub fn encode_set(set: &KeySet) -> Vec<u8> {
     encode(&StoredSet {
         claims: set.claims().to_vec(),
         tracepoints: set.tracepoints().to_vec(),
+        guarded: set.guarded().to_vec(),
     })
 }
 
@@ -161,7 +168,7 @@ pub fn encode_set(set: &KeySet) -> Vec<u8> {
 /// [`Unreadable`].
 pub fn decode_set(value: &[u8], digest: &str) -> Result<KeySet, Unreadable> {
     let set: StoredSet = decode(value)?;
-    let set = KeySet::new(set.claims, set.tracepoints);
+    let set = KeySet::new(set.claims, set.tracepoints).with_guarded(set.guarded);
     match set.digest() == digest {
         true => Ok(set),
         false => Err(Unreadable::Malformed(format!(

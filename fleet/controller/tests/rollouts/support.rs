@@ -16,6 +16,7 @@ use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
 use patchbay_fleet::storage::{Archive, RecordKeys};
 use patchbay_fleet::store::{EmbeddedStore, Store};
+use patchbay_fleet::webhooks::Webhook;
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
@@ -45,6 +46,11 @@ impl Fleet {
     /// Starts `hosts` hosts with `guests` guests each, named "web-0", "web-1" and so on. Even hosts
     /// are in the rack "a", odd ones in "b".
     pub async fn start(hosts: usize, guests: usize) -> Self {
+        Self::start_permitting(hosts, guests, false).await
+    }
+
+    /// Starts the hosts, whose monitors permit guarded keys or not.
+    pub async fn start_permitting(hosts: usize, guests: usize, allow_guarded: bool) -> Self {
         let folder = tempfile::tempdir().expect("temporary folder");
         let store = EmbeddedStore::open(&folder.path().join("fleet.redb")).expect("opens");
         let mut fleet = Self {
@@ -57,7 +63,7 @@ impl Fleet {
             _ends: vec![],
         };
         for host in 0..hosts {
-            fleet.add_host(host, guests);
+            fleet.add_host(host, guests, allow_guarded);
         }
         fleet
     }
@@ -73,7 +79,7 @@ impl Fleet {
         guests.map(log).collect()
     }
 
-    fn add_host(&mut self, index: usize, guests: usize) {
+    fn add_host(&mut self, index: usize, guests: usize, allow_guarded: bool) {
         let socket = self.folder.path().join(format!("{index}.sock"));
         let served = Guests::default();
         for guest in 0..guests {
@@ -90,7 +96,11 @@ impl Fleet {
                 TestKey::tracepoint("kmem_alloc", true),
             ]);
             self.registries.push(Arc::clone(&registry));
-            let keys = Keys::start(Arc::clone(&guest), registry, KeysConfig::default());
+            let config = KeysConfig {
+                allow_guarded,
+                ..KeysConfig::default()
+            };
+            let keys = Keys::start(Arc::clone(&guest), registry, config);
             let (keys, _owner) = keys.expect("a thread");
             let tracing = Tracing {
                 agent: Some(AgentSocket::bind(&self.vsock(&name)).expect("free")),
@@ -175,8 +185,13 @@ impl Fleet {
     }
 
     pub fn start_replica(&self, config: Config) -> Replica {
+        self.start_delivering(config, vec![])
+    }
+
+    /// Starts a replica that delivers events to webhooks.
+    pub fn start_delivering(&self, config: Config, webhooks: Vec<Webhook>) -> Replica {
         let controller = Controller::new(config, Arc::clone(&self.store)).expect("own names");
-        let controller = Arc::new(controller);
+        let controller = Arc::new(controller.delivering_to(webhooks));
         let runs = Arc::clone(&controller);
         let task = tokio::spawn(async move { runs.run().await });
         Replica { controller, task }

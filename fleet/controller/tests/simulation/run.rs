@@ -210,6 +210,7 @@ impl World {
             _ => AfterReboot::Again,
         };
         Policy {
+            allow_guarded: false,
             min_success: usize::from(self.rng.bool()),
             caps,
             gates,

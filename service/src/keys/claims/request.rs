@@ -6,6 +6,7 @@ use std::time::{Duration, Instant, SystemTime};
 use sha2::{Digest, Sha256};
 
 use super::{KeyAnswer, Want, intent_digest};
+use crate::keys::advice::Known;
 use crate::keys::outcome::{FlipReport, LeftOut};
 use crate::keys::request::Selection;
 use crate::keys::scope::Caller;
@@ -109,6 +110,9 @@ pub struct ClaimsOutcome {
     pub predicted_pause: Option<Duration>,
     /// Keys that patterns matched and left out, by reason.
     pub left_out: Vec<LeftOut>,
+    /// The guarded keys among those that a validation claims, ordered by name, and what is known
+    /// about them.
+    pub guarded: Vec<(String, Option<Known>)>,
     /// The answer of an earlier request with this generation.
     pub repeated: bool,
     /// The journal's newest revision.

@@ -365,6 +365,15 @@ impl<G: Guest> Executor<G> {
                 ),
             },
             Class::Never => KeysError::from(&PlanError::Never { key: name() }),
+            Class::Guarded if !permitted && wanted.allow_guarded => KeysError::KeyRefused {
+                key: (&*name()).into(),
+                reason: KeyRefusal::Guarded,
+                message: format!(
+                    "key {} is guarded, and its monitor was started without permission for such \
+                     keys; start it with permission",
+                    name()
+                ),
+            },
             Class::Guarded if !permitted => KeysError::from(&PlanError::Guarded { key: name() }),
             _ if registration.catalog.is_ro_after_init(key.id) => {
                 KeysError::from(&PlanError::Sealed { key: name() })

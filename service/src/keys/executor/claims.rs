@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use patchbay_guest::guest::Guest;
+use static_keys::Class;
 
 use super::claim_patterns;
 use super::claim_step::{Refused, Step};
@@ -19,6 +20,7 @@ use super::ledger::Touched;
 use super::standstill::Standstill;
 use super::state::Executor;
 use super::transaction::{Blocker, Failure, Flip, Transaction};
+use crate::keys::advice::{self, Known};
 use crate::keys::audit::{ClaimSet, millis};
 use crate::keys::claims::{
     Answer, Claims, ClaimsOutcome, ClaimsRequest, Fence, Fenced, Owner, TooMany, Want,
@@ -143,6 +145,27 @@ impl<'a> Wanted<'a> {
     }
 }
 
+/// Returns the guarded keys among the claimed ones, ordered by name.
+fn guarded(
+    registration: &Registration,
+    claims: &HashMap<&str, Want>,
+) -> Vec<(String, Option<Known>)> {
+    let keys = claims
+        .keys()
+        .filter_map(|name| registration.catalog.find(name));
+    let guarded = keys.filter(|key| key.class == Class::Guarded);
+    let mut guarded: Vec<_> = guarded
+        .map(|key| {
+            (
+                key.full_name.to_string(),
+                advice::of(key, &registration.release),
+            )
+        })
+        .collect();
+    guarded.sort_unstable_by(|(one, _), (other, _)| one.cmp(other));
+    guarded
+}
+
 impl<G: Guest> Executor<G> {
     /// Replaces the claims of an owner.
     pub(super) fn set_claims(
@@ -244,6 +267,9 @@ impl<G: Guest> Executor<G> {
         outcome.report = made.report;
         outcome.sites_patched = made.sites;
         outcome.predicted_pause = made.predicted_pause;
+        if request.validate_only && request.allow_guarded {
+            outcome.guarded = guarded(&snapshot.registration, &wanted.claims);
+        }
         outcome.revision = self.shared.registry.journal().latest();
         Ok(Arc::new(outcome))
     }

@@ -67,11 +67,12 @@ function show() {
 function showList() {
   const find = byId("rollout-find").value;
   const wanted = state.rollouts.filter((one) => `${one.name} ${one.title} ${one.phase}`.includes(find));
-  byId("no-rollouts").hidden = state.rollouts.length > 0;
+  byId("no-rollouts").hidden = state.rollouts.length > 0 || !state.leads;
+  byId("no-match").hidden = wanted.length > 0 || state.rollouts.length === 0;
   const create = () =>
     element("li", {}, element("a", {},
       element("span", { class: "line" }, element("span", { class: "name" }), element("span", { class: "phase" })),
-      element("span", { class: "hint" }), element("span", { class: "waits" })));
+      element("span", { class: "hint" }), element("span", { class: "waits" }), element("span", { class: "needs" })));
   keyed(byId("rollouts"), wanted, (one) => one.name, create, (item, one) => {
     const link = item.firstElementChild;
     const { skipped, ...counts } = one.counts;
@@ -82,6 +83,7 @@ function showList() {
     setText(link.querySelector(".phase"), one.phase);
     setText(link.querySelector(".hint"), `${counts.as_wanted} of ${count(guests, "guest", "guests")} as wanted`);
     setText(link.querySelector(".waits"), counts.not_yet ? ` · ${counts.not_yet} not yet` : "");
+    setText(link.querySelector(".needs"), one.needs ? `needs you: ${one.needs}` : "");
   });
 }
 

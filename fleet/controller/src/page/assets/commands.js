@@ -19,13 +19,18 @@ const QUESTIONS = {
     text: `Wave ${rollout.waves[0].name} begins at once: ${count(rollout.waves[0].guests, "guest", "guests")}. Only the keys of the plan are changed.`,
     yes: "Start",
   }),
-  promote: () => ({
-    text: "The next wave begins at once, without the rest of the bake time and without the gates.",
-    yes: "Promote",
+  promote: (rollout) => ({
+    text: `Promote ${effect(rollout, "promote")}. To take the changes back instead, use Undo.`,
+    yes: rollout.gates.some((gate) => gate.state === "closed") ? "Skip the gate" : "Promote",
   }),
   abort: (rollout) => ({ text: backText(rollout), yes: "Abort and undo" }),
   undo: (rollout) => ({ text: backText(rollout), yes: "Undo" }),
 };
+
+function effect(rollout, command) {
+  return rollout.next_steps.find((step) => step.command === command)?.effect
+    ?? "begins the next wave at once, and skips the rest of the bake time and the gates";
+}
 
 function backText(rollout) {
   const { as_wanted, changing, not_yet } = rollout.counts;
@@ -37,6 +42,8 @@ export function showCommands(rollout) {
   for (const button of buttons) {
     const command = rollout?.commands.find((one) => one.name === button.dataset.command);
     const enabled = command?.enabled ?? false;
+    // Only commands that are legal in this phase are shown.
+    button.hidden = !command?.legal;
     setAttribute(button, "aria-disabled", String(!enabled));
     if (command?.why) setAttribute(button, "title", command.why);
     else button.removeAttribute("title");

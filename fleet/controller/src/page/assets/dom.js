@@ -67,10 +67,14 @@ export function seconds(ms) {
   return `${Math.floor(total / 3600)} h ${Math.floor((total % 3600) / 60)} min`;
 }
 
-/// Formats local time as 2026-11-22 14:33:41 in every locale.
+/// Formats local time as 2026-11-22 14:33:41 +01:00 in every locale.
 export function clock(ms) {
-  const local = new Date(ms - new Date(ms).getTimezoneOffset() * 60000);
-  return local.toISOString().slice(0, 19).replace("T", " ");
+  const offset = -new Date(ms).getTimezoneOffset();
+  const local = new Date(ms + offset * 60000);
+  const digits = (number) => String(Math.floor(number)).padStart(2, "0");
+  const zone = offset === 0 ? "UTC"
+    : `${offset < 0 ? "-" : "+"}${digits(Math.abs(offset) / 60)}:${digits(Math.abs(offset) % 60)}`;
+  return `${local.toISOString().slice(0, 19).replace("T", " ")} ${zone}`;
 }
 
 export function count(number, one, many) {

@@ -13,16 +13,53 @@ export function showRollout(rollout, skew) {
   setText(byId("phase"), rollout.phase);
   setAttribute(byId("phase"), "data-phase", rollout.phase);
   setText(byId("title"), rollout.title);
+  showSafety(rollout);
+  showFacts(rollout);
   const frozen = rollout.frozen ? ` Frozen: ${rollout.frozen}.` : "";
-  const approvals = rollout.phase === "planned" && rollout.approvals_needed > 1
-    ? ` ${rollout.approvals.length} of ${rollout.approvals_needed} people have approved it.` : "";
-  setText(byId("message"), `${sentence(rollout.message || rollout.phase)} Planned ${clock(rollout.created)}.${approvals}${frozen}`);
+  setText(byId("message"), `${sentence(rollout.message || rollout.phase)} Planned ${clock(rollout.created)}.${frozen}`);
   showWaves(rollout, skew);
   showPauses(rollout.pauses);
 }
 
 function sentence(text) {
   return `${text.charAt(0).toUpperCase()}${text.slice(1)}.`;
+}
+
+/// Answers first if the guests are safe. The text says it without the colour.
+function showSafety(rollout) {
+  const { level, text } = rollout.safety;
+  setAttribute(byId("safety"), "data-level", level);
+  setText(byId("safety"), text);
+}
+
+function showFacts(rollout) {
+  const keys = rollout.keys.map(({ want, count: total, names }) => {
+    const shown = names.slice(0, 8).join(", ");
+    return `${want}: ${shown}${total > 8 ? ` and ${total - 8} more` : ""}`;
+  });
+  setText(byId("facts-keys"), keys.join("; ") || "not known");
+  const hosts = rollout.hosts;
+  const guests = rollout.waves.reduce((sum, wave) => sum + wave.guests, 0);
+  setText(byId("facts-guests"), `${rollout.counts.as_wanted} of ${count(guests, "guest", "guests")} on ${count(hosts, "host", "hosts")} as wanted`);
+  const by = rollout.approvals.length ? `: ${rollout.approvals.join(", ")}` : "";
+  setText(byId("facts-approvals"), `${rollout.approvals.length} of ${rollout.approvals_needed}${by}`);
+  setText(byId("facts-digest"), rollout.digest);
+  const given = rollout.gates.length ? rollout.gates : [{ text: "the spec has none", state: "", message: "", asked: null }];
+  const gates = given.map((one, index) => ({ ...one, index }));
+  const gate = () => element("li", {}, element("span", { class: "result" }), " ", element("span", { class: "text" }));
+  keyed(byId("gates"), gates, (one) => one.index, gate, (item, one) => {
+    const asked = one.asked ? `, asked ${clock(one.asked)}` : "";
+    const why = one.message ? `: ${one.message}` : "";
+    item.dataset.state = one.state;
+    setText(item.querySelector(".result"), one.state);
+    setText(item.querySelector(".text"), `${one.text}${asked}${why}`);
+  });
+  const steps = rollout.next_steps.length ? rollout.next_steps : [{ command: "wait", effect: "for the guests; nothing needs you" }];
+  const step = () => element("li", {}, element("b"), " ", element("span"));
+  keyed(byId("next"), steps, (one) => one.command, step, (item, one) => {
+    setText(item.querySelector("b"), one.command);
+    setText(item.querySelector("span"), one.effect);
+  });
 }
 
 function showWaves(rollout, skew) {

@@ -160,12 +160,14 @@ fn samples(run: &str) -> Vec<Rollout> {
             approvals: 2,
             min_success: 3,
             after_reboot: AfterReboot::Leave,
+            allow_guarded: false,
         },
         approvals: vec!["uid:0".to_owned(), "spiffe://example.org/alice".to_owned()],
         timeline: vec![TimelineEntry {
             time: 1_799_999_000_000,
             principal: "uid:0".to_owned(),
             text: "planned".to_owned(),
+            ..TimelineEntry::default()
         }],
         created: 1_799_999_000_000,
         trace_id: "0af7651916cd43dd8448eb211c80319c".to_owned(),

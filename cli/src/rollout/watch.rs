@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Follows a rollout until it ends, also if the controller is started again or another replica
+//! becomes the leader.
+
+use std::collections::HashSet;
+use std::io::{IsTerminal, stdout};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use patchbay_proto::fleet::v1;
+use tokio::sync::Mutex;
+use tonic::{Code, Status as Error};
+
+use super::replicas::{Place, Refused, at_leader};
+use super::status::Status;
+use super::{Controller, failed, partly, view};
+use crate::args::output::Output;
+use crate::client::traced;
+use crate::failure::Failure;
+use crate::print::{Printable, complain, print_streamed, write};
+use crate::text::harmless;
+
+/// The first delay before a call is repeated. It doubles up to the second.
+const RETRY: Duration = Duration::from_millis(200);
+const MAX_RETRY: Duration = Duration::from_secs(5);
+/// The interval of countdowns on a terminal.
+const TICK: Duration = Duration::from_secs(1);
+/// Moves the cursor to the beginning of the screen.
+const HOME: &str = "\x1b[H";
+/// Clears the rest of the line, and of the screen.
+const CLEAR_LINE: &str = "\x1b[K";
+const CLEAR_REST: &str = "\x1b[J";
+
+/// The place where the changes are shown.
+pub struct Screen {
+    output: Output,
+    is_wide: bool,
+    /// The status is redrawn in its place.
+    redraws: bool,
+    last: view::Rollout,
+    /// The lines of the last status.
+    lines: HashSet<String>,
+}
+
+impl Screen {
+    pub fn new(output: Output, is_wide: bool) -> Self {
+        Self {
+            output,
+            is_wide,
+            redraws: output == Output::Table && stdout().is_terminal(),
+            last: view::Rollout::default(),
+            lines: HashSet::new(),
+        }
+    }
+
+    /// Shows the rollout if it has changed.
+    fn show(&mut self, next: view::Rollout) -> Result<(), Failure> {
+        // The controller also reports changes that are not shown.
+        if next == self.last {
+            return Ok(());
+        }
+        self.last = next;
+        match self.output {
+            Output::Table if self.redraws => self.redraw(),
+            Output::Table => {
+                let text = Status::lasting(&self.last, self.is_wide).table();
+                write(&harmless(&changed(&mut self.lines, &text)))
+            }
+            output => print_streamed(output, &Status::lasting(&self.last, self.is_wide)),
+        }
+    }
+
+    fn redraw(&self) -> Result<(), Failure> {
+        write(&redrawn(&harmless(
+            &Status::now(&self.last, self.is_wide).table(),
+        )))
+    }
+}
+
+/// Returns the lines of the text that are not among the earlier ones, and keeps the text's.
+fn changed(lines: &mut HashSet<String>, text: &str) -> String {
+    let is_new = |line: &&str| !lines.contains(*line);
+    let new: String = text
+        .lines()
+        .filter(is_new)
+        .map(|line| format!("{line}\n"))
+        .collect();
+    *lines = text.lines().map(str::to_owned).collect();
+    new
+}
+
+/// Returns the text with the codes that let it replace what a terminal shows.
+fn redrawn(text: &str) -> String {
+    let lines: String = text
+        .lines()
+        .map(|line| format!("{line}{CLEAR_LINE}\r\n"))
+        .collect();
+    format!("{HOME}{lines}{CLEAR_REST}")
+}
+
+/// Returns whether the call may succeed when it is repeated: the controller is gone for now, or
+/// another replica leads.
+fn is_passing(error: &Error) -> bool {
+    matches!(
+        error.code(),
+        Code::Unavailable | Code::Unknown | Code::Internal | Code::Aborted
+    )
+}
+
+/// The state of a watch that outlives a connection.
+struct Watch {
+    rollout: String,
+    screen: Mutex<Screen>,
+    /// A leader has answered since the last failure.
+    is_followed: AtomicBool,
+    /// The failure is the answer to the watch, so that repeating it is of no use.
+    is_final: AtomicBool,
+}
+
+/// Shows the rollout until it ends.
+///
+/// # Errors
+/// No leader answers at the beginning, or the leader refuses the watch. If the rollout has ended,
+/// the reason why it is not completed.
+pub async fn watch(place: &Place, rollout: String, screen: Screen) -> Result<(), Failure> {
+    let watch = Watch {
+        rollout,
+        screen: Mutex::new(screen),
+        is_followed: AtomicBool::new(false),
+        is_final: AtomicBool::new(false),
+    };
+    let mut delay = None;
+    loop {
+        let followed = at_leader(place, |channel| watch.follow(Controller::new(channel, None)));
+        let failure = match followed.await {
+            Ok(()) => return Ok(()),
+            Err(failure) if watch.is_final.load(Ordering::Relaxed) => return Err(failure),
+            Err(failure) => failure,
+        };
+        if watch.is_followed.swap(false, Ordering::Relaxed) {
+            complain(&format!(
+                "the controller does not answer, and is tried again: {}",
+                failure.message
+            ));
+            delay = Some(RETRY);
+        }
+        // A controller that has never answered may not exist.
+        let Some(rest) = delay else {
+            return Err(failure);
+        };
+        tokio::time::sleep(rest).await;
+        delay = Some((rest * 2).min(MAX_RETRY));
+    }
+}
+
+impl Watch {
+    /// Shows the changes that one leader reports.
+    async fn follow(&self, controller: Controller) -> Result<(), Refused> {
+        let ended = self.changes(&controller).await;
+        if let Err(error) = ended {
+            let is_final = !is_passing(&error);
+            self.is_final.store(is_final, Ordering::Relaxed);
+            return Err(failed(error));
+        }
+        // The changes are without the guests, which decide about the exit code too.
+        let rollout = controller.get(self.rollout.clone()).await?;
+        self.is_final.store(true, Ordering::Relaxed);
+        Ok(partly(&rollout)?)
+    }
+
+    async fn changes(&self, controller: &Controller) -> Result<(), Error> {
+        let rollout = self.rollout.clone();
+        let request = traced(v1::WatchRequest { rollout });
+        let mut changes = controller.rollouts.clone().watch(request).await?.into_inner();
+        let mut screen = self.screen.lock().await;
+        let mut tick = tokio::time::interval(TICK);
+        loop {
+            let shown = tokio::select! {
+                change = changes.message() => match change? {
+                    None => return Ok(()),
+                    Some(change) => {
+                        self.is_followed.store(true, Ordering::Relaxed);
+                        screen.show(change.rollout.unwrap_or_default().into())
+                    }
+                },
+                _ = tick.tick(), if screen.redraws => screen.redraw(),
+            };
+            shown.map_err(|failure| Error::cancelled(failure.message))?;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_changed_lines_are_printed() {
+        let mut lines = HashSet::new();
+        assert_eq!(changed(&mut lines, "a\nb\n"), "a\nb\n");
+        assert_eq!(changed(&mut lines, "a\nc\n"), "c\n");
+        assert_eq!(changed(&mut lines, "a\nc\n"), "");
+        assert_eq!(changed(&mut lines, "a\nb\n"), "b\n", "a line that is back");
+    }
+
+    #[test]
+    fn a_terminal_shows_the_latest_status_alone() {
+        assert_eq!(redrawn("a\nb\n"), "\x1b[Ha\x1b[K\r\nb\x1b[K\r\n\x1b[J");
+    }
+}

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Builds the head of a rollout's page, which says first if the guests are safe and what a person
+//! can do, and the marks of rollouts in the list that need a person.
+
+use serde::Serialize;
+
+use super::sight::Hidden;
+use crate::rollout::{GateStanding, Member, Millis, Phase, Rollout, Standing, State};
+use crate::view;
+
+/// An answer to the question if the guests are safe.
+#[derive(Serialize)]
+pub struct Safety {
+    /// "safe", "attention" or "danger".
+    pub level: &'static str,
+    pub text: String,
+}
+
+/// The keys that are wanted in one state.
+#[derive(Serialize)]
+pub struct Keys {
+    want: String,
+    count: u32,
+    /// The first of them.
+    names: Vec<String>,
+}
+
+#[derive(Serialize)]
+pub struct Gate {
+    text: String,
+    state: &'static str,
+    message: String,
+    asked: Option<Millis>,
+}
+
+#[derive(Serialize)]
+pub struct Step {
+    command: &'static str,
+    effect: String,
+}
+
+/// The numbers of members by what they need.
+struct Waits {
+    not_yet: usize,
+    releasing: usize,
+    /// Members that have not confirmed their release although they were asked.
+    stuck: usize,
+    forgotten: usize,
+}
+
+impl Waits {
+    fn of<'m>(members: impl Iterator<Item = &'m Member>) -> Self {
+        let mut waits = Self {
+            not_yet: 0,
+            releasing: 0,
+            stuck: 0,
+            forgotten: 0,
+        };
+        for member in members {
+            match &member.state {
+                State::Releasing { why } => {
+                    waits.releasing += 1;
+                    waits.stuck += usize::from(!why.is_empty());
+                }
+                State::Forgotten => waits.forgotten += 1,
+                state => waits.not_yet += usize::from(state.is_late()),
+            }
+        }
+        waits
+    }
+}
+
+/// Says if the guests that the principal may see are safe.
+pub fn safety<'m>(rollout: &Rollout, members: impl Iterator<Item = &'m Member>) -> Safety {
+    let waits = Waits::of(members);
+    let gates = rollout.gate_standings();
+    let doubtful = gates.iter().position(|gate| !is_open(&gate.standing));
+    let say = |level, text: String| Safety { level, text };
+    let guests = |count: usize, what: &str| match count {
+        1 => format!("1 guest {what}"),
+        _ => format!("{count} guests {what}"),
+    };
+    let safe = |text: &str| say("safe", text.to_owned());
+    match rollout.header().phase {
+        Phase::Planned => safe("Nothing is changed yet."),
+        Phase::Paused => match rollout.header().closed_gate {
+            Some(gate) => say(
+                "danger",
+                format!(
+                    "Gate {} is closed. What is changed stays until you decide.",
+                    gate + 1
+                ),
+            ),
+            None => say(
+                "attention",
+                "Paused. What is changed stays until you decide.".to_owned(),
+            ),
+        },
+        Phase::Running(_) | Phase::Completed if waits.not_yet > 0 => {
+            say("attention", guests(waits.not_yet, "not yet as wanted."))
+        }
+        Phase::Running(_) => match doubtful {
+            Some(gate) => say(
+                "attention",
+                format!("Gate {} gives no clear answer.", gate + 1),
+            ),
+            None => safe("No guest has failed, and no gate is closed."),
+        },
+        Phase::Completed => safe("Every guest is as wanted."),
+        Phase::Reverting(_) if waits.stuck > 0 => say(
+            "danger",
+            guests(waits.stuck, "did not confirm that the change is undone."),
+        ),
+        Phase::Reverting(_) => say(
+            "attention",
+            guests(
+                waits.releasing,
+                "still to confirm that the change is undone.",
+            ),
+        ),
+        Phase::Ended(_) if waits.forgotten > 0 => say(
+            "attention",
+            guests(waits.forgotten, "given up; the change may still be there."),
+        ),
+        Phase::Ended(_) => safe("No guest has the change."),
+    }
+}
+
+/// Returns the reason why the rollout waits for a person; `None` if it does not.
+pub fn needs<'m>(
+    rollout: &Rollout,
+    members: impl Iterator<Item = &'m Member>,
+) -> Option<&'static str> {
+    let waits = Waits::of(members);
+    match rollout.header().phase {
+        Phase::Planned => Some("approve or start the plan"),
+        Phase::Paused if rollout.header().closed_gate.is_some() => Some("a gate is closed"),
+        Phase::Paused => Some("it is paused"),
+        Phase::Reverting(_) if waits.stuck > 0 => Some("guests are not released"),
+        Phase::Running(_) | Phase::Completed if waits.not_yet > 0 => Some("guests have failed"),
+        _ => None,
+    }
+}
+
+fn is_open(standing: &Standing) -> bool {
+    matches!(standing, Standing::NotAsked | Standing::Passed(_))
+}
+
+pub fn keys<'m>(members: impl Iterator<Item = &'m Member>) -> Vec<Keys> {
+    let keys = view::keys(members).into_iter().map(|keys| Keys {
+        want: keys.want,
+        count: keys.count,
+        names: keys.names,
+    });
+    keys.collect()
+}
+
+pub fn gates(rollout: &Rollout, hidden: &Hidden<'_>) -> Vec<Gate> {
+    let gate = |gate: GateStanding| {
+        let (state, message, asked) = match gate.standing {
+            Standing::NotAsked => ("not asked", String::new(), None),
+            Standing::Passed(asked) => ("passed", String::new(), asked),
+            Standing::Inconclusive { since, why } => ("inconclusive", why, Some(since)),
+            Standing::Closed(why) => ("closed", why, None),
+        };
+        Gate {
+            text: gate.text,
+            state,
+            message: hidden.shown(&message),
+            asked,
+        }
+    };
+    rollout.gate_standings().into_iter().map(gate).collect()
+}
+
+pub fn steps(rollout: &Rollout, now: Millis) -> Vec<Step> {
+    let steps = rollout.next_steps(now).into_iter().map(|step| Step {
+        command: step.command,
+        effect: step.effect,
+    });
+    steps.collect()
+}

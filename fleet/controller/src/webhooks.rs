@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Delivers events of rollouts to webhooks, at least once and in order.
+//!
+//! The timelines are the queue. Each rollout stores, for each webhook, the number of the latest
+//! entry that the webhook has accepted. A new leader goes on after it, so an event is repeated with
+//! the same id if the answer was not stored, and none is lost.
+
+mod config;
+mod send;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use serde_json::json;
+
+pub use self::config::{ConfigError, Webhook, read};
+use crate::clock::timestamp;
+use crate::controller::Leadership;
+use crate::metrics::Metrics;
+use crate::rollout::{Event, Header, Millis, TimelineEntry, lasting};
+use crate::runner::{Command, Running, now};
+
+/// The age at which an event is given up. Events that are older when a webhook is configured are
+/// not delivered to it.
+const MAX_AGE: Millis = 24 * 3_600_000;
+/// The delay after the first failure. It doubles with each further one.
+const BACKOFF: Duration = Duration::from_secs(1);
+const MAX_BACKOFF: Duration = Duration::from_secs(300);
+
+/// An event that a webhook has not accepted yet.
+struct Due {
+    running: Arc<Running>,
+    number: u64,
+    time: Millis,
+    id: String,
+    body: String,
+    /// The number of earlier entries that the timeline has dropped.
+    dropped: u64,
+}
+
+/// Delivers the events of the leader's rollouts. This never ends.
+pub async fn deliver(leadership: &Leadership, webhooks: &[Webhook], metrics: &Metrics) {
+    let all = webhooks.iter();
+    join_all(all.map(|webhook| deliver_to(leadership, webhook, metrics))).await;
+    std::future::pending().await
+}
+
+async fn deliver_to(leadership: &Leadership, webhook: &Webhook, metrics: &Metrics) {
+    let mut changes = leadership.changes();
+    let mut delay = BACKOFF;
+    loop {
+        changes.mark_unchanged();
+        let Some(due) = first_due(&leadership.rollouts(), &webhook.name, now()) else {
+            // The leader's term ends with its changes.
+            if changes.changed().await.is_err() {
+                return;
+            }
+            continue;
+        };
+        let sent = send::send(webhook, &due.id, &due.body, now()).await;
+        match sent {
+            Ok(()) => delay = BACKOFF,
+            Err(why) => {
+                metrics.webhook_failed();
+                let (name, id, age) = (&webhook.name, &due.id, now().saturating_sub(due.time));
+                if age < MAX_AGE {
+                    tracing::warn!(webhook = name, id, "an event is not delivered yet: {why}");
+                    tokio::time::sleep(delay).await;
+                    delay = (delay * 2).min(MAX_BACKOFF);
+                    continue;
+                }
+                metrics.webhook_lost(1);
+                let age = lasting(age);
+                tracing::error!(
+                    webhook = name,
+                    id,
+                    "an event is given up after {age}: {why}"
+                );
+            }
+        }
+        metrics.webhook_lost(due.dropped);
+        let command = Command::Delivered {
+            webhook: webhook.name.clone(),
+            number: due.number,
+        };
+        // If the rollout has been deleted meanwhile, nothing needs to be stored.
+        let _ = due.running.command(command, "").await;
+    }
+}
+
+/// Returns the oldest event that the webhook has not accepted.
+fn first_due(rollouts: &[Arc<Running>], webhook: &str, now: Millis) -> Option<Due> {
+    let due = rollouts.iter().filter_map(|running| {
+        let rollout = running.rollout();
+        let header = rollout.header();
+        let (entry, dropped) = first_of(header, webhook, now)?;
+        Some(Due {
+            running: Arc::clone(running),
+            number: entry.number,
+            time: entry.time,
+            id: format!("{}-{}", header.run, entry.number),
+            body: body(header, entry),
+            dropped,
+        })
+    });
+    due.min_by_key(|due| due.time)
+}
+
+/// Returns the first entry of the timeline that the webhook has to get, and the number of entries
+/// before it that the timeline has dropped.
+fn first_of<'h>(
+    header: &'h Header,
+    webhook: &str,
+    now: Millis,
+) -> Option<(&'h TimelineEntry, u64)> {
+    let done = header.delivered.get(webhook).copied().unwrap_or(0);
+    let is_subject = |entry: &TimelineEntry| {
+        matches!(entry.event, Event::Phase | Event::GateClosed | Event::Drift)
+    };
+    // What was never tried and is too old is no loss: the webhook was configured later.
+    let is_tried = done > 0;
+    let is_recent = |entry: &TimelineEntry| now.saturating_sub(entry.time) < MAX_AGE;
+    let left = header.timeline.iter();
+    let mut left = left.filter(|entry| entry.number > done);
+    let first_left = left.clone().next()?.number;
+    let entry = left.find(|entry| is_subject(entry) && (is_tried || is_recent(entry)))?;
+    let dropped = match is_tried {
+        true => first_left.saturating_sub(done + 1),
+        false => 0,
+    };
+    Some((entry, dropped))
+}
+
+/// Returns the JSON of an event. It depends only on what is stored of the event, so that a repeat
+/// has the same text.
+fn body(header: &Header, entry: &TimelineEntry) -> String {
+    let event = match entry.event {
+        Event::GateClosed => "rollout.gate_closed",
+        Event::Drift => "rollout.drift",
+        Event::Phase | Event::Gate | Event::Other => "rollout.phase",
+    };
+    let body = json!({
+        "type": event,
+        "timestamp": timestamp(entry.time).to_string(),
+        "data": {
+            "rollout": header.name,
+            "title": header.title,
+            "digest": header.digest,
+            "phase": entry.phase.name(),
+            "principal": entry.principal,
+            "text": entry.text,
+            "number": entry.number,
+        },
+    });
+    body.to_string()
+}

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Reads the file that names the webhooks. It belongs to the controller: who may plan a rollout
+//! cannot choose an address that the controller calls.
+
+use std::path::{Path, PathBuf};
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde::Deserialize;
+
+use crate::spec::Duration;
+
+/// The maximum size of the file, and of a file with a secret.
+const MAX_FILE_BYTES: u64 = 1 << 16;
+const MAX_WEBHOOKS: usize = 16;
+const MAX_NAME_BYTES: usize = 64;
+/// The beginning of a secret's text.
+const PREFIX: &str = "whsec_";
+/// The lengths of a secret in bytes.
+const SECRET_BYTES: std::ops::RangeInclusive<usize> = 24..=64;
+const DEFAULT_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);
+const MAX_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(60);
+/// The CAs of a Debian system.
+const DEFAULT_CA: &str = "/etc/ssl/certs/ca-certificates.crt";
+
+/// The reason why the webhooks cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("{path} cannot be read: {error}", path = .path.display())]
+    File {
+        path: PathBuf,
+        error: std::io::Error,
+    },
+    #[error("{path}: {why}", path = .path.display())]
+    Wrong { path: PathBuf, why: String },
+}
+
+/// A URL that gets the events of all rollouts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Webhook {
+    pub name: String,
+    pub url: http::Uri,
+    /// The file with the secret that signs deliveries. It is read for each one, so that a new
+    /// secret needs no restart.
+    pub secret_file: PathBuf,
+    /// The CAs that must have issued the certificate of an https:// server, PEM.
+    pub ca: PathBuf,
+    /// The time for one attempt, from the connection to the answer.
+    pub timeout: std::time::Duration,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    webhooks: Vec<Fields>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Fields {
+    name: String,
+    url: String,
+    secret_file: PathBuf,
+    ca: Option<PathBuf>,
+    timeout: Option<Duration>,
+}
+
+/// Reads the file, and checks every webhook's secret.
+///
+/// # Errors
+/// [`ConfigError`].
+pub fn read(path: &Path) -> Result<Vec<Webhook>, ConfigError> {
+    let wrong = |why: String| ConfigError::Wrong {
+        path: path.to_owned(),
+        why,
+    };
+    let file: File =
+        serde_yaml_ng::from_str(&text(path)?).map_err(|error| wrong(error.to_string()))?;
+    if file.webhooks.len() > MAX_WEBHOOKS {
+        let count = file.webhooks.len();
+        return Err(wrong(format!(
+            "{count} webhooks; at most {MAX_WEBHOOKS} are served"
+        )));
+    }
+    let mut webhooks: Vec<Webhook> = Vec::new();
+    for fields in file.webhooks {
+        let webhook = check(fields).map_err(wrong)?;
+        if webhooks.iter().any(|other| other.name == webhook.name) {
+            return Err(wrong(format!(
+                "two webhooks have the name {}",
+                webhook.name
+            )));
+        }
+        secret(&webhook.secret_file)?;
+        webhooks.push(webhook);
+    }
+    Ok(webhooks)
+}
+
+fn check(fields: Fields) -> Result<Webhook, String> {
+    let name = fields.name;
+    let is_letter = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+    if name.is_empty() || name.len() > MAX_NAME_BYTES || !name.bytes().all(is_letter) {
+        return Err(format!(
+            "{name:?} is no name of a webhook; give 1 to 64 letters, digits and hyphens"
+        ));
+    }
+    let url = fields.url;
+    let uri = url.parse::<http::Uri>().ok().filter(|uri| {
+        let has_user = uri
+            .authority()
+            .is_some_and(|host| host.as_str().contains('@'));
+        matches!(uri.scheme_str(), Some("http" | "https")) && uri.host().is_some() && !has_user
+    });
+    let uri = uri.ok_or_else(|| {
+        format!("webhook {name}: {url:?} is no URL of this form: https://HOST:PORT/PATH")
+    })?;
+    let timeout = fields.timeout.map_or(DEFAULT_TIMEOUT, |timeout| timeout.0);
+    if timeout.is_zero() || timeout > MAX_TIMEOUT {
+        return Err(format!(
+            "webhook {name}: give a timeout of more than 0 s and up to 60 s"
+        ));
+    }
+    Ok(Webhook {
+        name,
+        url: uri,
+        secret_file: fields.secret_file,
+        ca: fields.ca.unwrap_or_else(|| DEFAULT_CA.into()),
+        timeout,
+    })
+}
+
+/// Reads the secret of a webhook: `whsec_` and 24 to 64 bytes in base64.
+pub(super) fn secret(path: &Path) -> Result<Vec<u8>, ConfigError> {
+    let text = text(path)?;
+    let secret = text.trim().strip_prefix(PREFIX);
+    let secret = secret.and_then(|secret| STANDARD.decode(secret).ok());
+    let secret = secret.filter(|secret| SECRET_BYTES.contains(&secret.len()));
+    // The error must not show the text.
+    secret.ok_or_else(|| ConfigError::Wrong {
+        path: path.to_owned(),
+        why: "it has no secret; write `whsec_` and 24 to 64 random bytes in base64".to_owned(),
+    })
+}
+
+fn text(path: &Path) -> Result<String, ConfigError> {
+    use std::io::Read as _;
+    let failed = |error| ConfigError::File {
+        path: path.to_owned(),
+        error,
+    };
+    let mut text = String::new();
+    let file = std::fs::File::open(path).map_err(failed)?;
+    file.take(MAX_FILE_BYTES)
+        .read_to_string(&mut text)
+        .map_err(failed)?;
+    Ok(text)
+}

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Sends one event as Standard Webhooks describes it: the headers `webhook-id`, `webhook-timestamp`
+//! and `webhook-signature`, which is the HMAC-SHA-256 of "ID.TIMESTAMP.BODY" in base64.
+
+use std::io;
+use std::sync::Arc;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use bytes::Bytes;
+use http::Request;
+use http_body_util::Full;
+use hyper_util::rt::TokioIo;
+use ring::hmac;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::rustls::crypto::ring::default_provider;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+
+use super::config::{Webhook, secret};
+use crate::rollout::{Millis, bounded};
+
+/// Sends the event once. Any answer but a status of 200 to 299 is an error, and a redirect is not
+/// followed.
+///
+/// # Errors
+/// The reason why the webhook has not accepted the event.
+pub async fn send(webhook: &Webhook, id: &str, body: &str, now: Millis) -> Result<(), String> {
+    let attempt = attempt(webhook, id, body, now);
+    let sent = match tokio::time::timeout(webhook.timeout, attempt).await {
+        Ok(sent) => sent,
+        Err(_) => Err(format!(
+            "no answer within {} ms",
+            webhook.timeout.as_millis()
+        )),
+    };
+    sent.map_err(|why| bounded(&why))
+}
+
+async fn attempt(webhook: &Webhook, id: &str, body: &str, now: Millis) -> Result<(), String> {
+    let secret = secret(&webhook.secret_file).map_err(|error| error.to_string())?;
+    let seconds = now / 1000;
+    let authority = webhook.url.authority().ok_or("the URL has no host")?;
+    let path = webhook.url.path_and_query();
+    let request = Request::post(path.map_or("/", |path| path.as_str()))
+        .header(http::header::HOST, authority.as_str())
+        .header(http::header::CONTENT_TYPE, "application/json")
+        .header(
+            http::header::USER_AGENT,
+            concat!("patchbay-fleet/", env!("CARGO_PKG_VERSION")),
+        )
+        .header("webhook-id", id)
+        .header("webhook-timestamp", seconds)
+        .header("webhook-signature", signature(&secret, id, seconds, body))
+        .body(Full::new(Bytes::copy_from_slice(body.as_bytes())))
+        .map_err(|error| error.to_string())?;
+    let is_tls = webhook.url.scheme_str() == Some("https");
+    let port = authority
+        .port_u16()
+        .unwrap_or(if is_tls { 443 } else { 80 });
+    let address = format!("{}:{port}", authority.host());
+    let unreachable = |error: io::Error| format!("cannot connect to {address}: {error}");
+    let stream = TcpStream::connect(&address).await.map_err(unreachable)?;
+    if !is_tls {
+        return post(stream, request).await;
+    }
+    let host = authority.host().trim_matches(['[', ']']).to_owned();
+    let name = ServerName::try_from(host).map_err(|error| error.to_string())?;
+    let connector = connector(webhook).map_err(|error| error.to_string())?;
+    let stream = connector.connect(name, stream).await;
+    post(stream.map_err(unreachable)?, request).await
+}
+
+/// Returns the value of `webhook-signature`.
+pub(super) fn signature(secret: &[u8], id: &str, seconds: u64, body: &str) -> String {
+    let key = hmac::Key::new(hmac::HMAC_SHA256, secret);
+    let tag = hmac::sign(&key, format!("{id}.{seconds}.{body}").as_bytes());
+    format!("v1,{}", STANDARD.encode(tag))
+}
+
+async fn post(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    request: Request<Full<Bytes>>,
+) -> Result<(), String> {
+    let broken = |error: hyper::Error| format!("the connection broke: {error}");
+    let io = TokioIo::new(stream);
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(io)
+        .await
+        .map_err(broken)?;
+    // The task of the connection ends when this future is dropped.
+    let mut tasks = JoinSet::new();
+    tasks.spawn(connection);
+    let response = sender.send_request(request).await.map_err(broken)?;
+    match response.status() {
+        status if status.is_success() => Ok(()),
+        status if status.is_redirection() => Err(format!(
+            "the status is {status}; a redirect is not followed"
+        )),
+        status => Err(format!("the status is {status}")),
+    }
+}
+
+fn connector(webhook: &Webhook) -> io::Result<TlsConnector> {
+    let path = &webhook.ca;
+    let wrong = |error: &dyn std::fmt::Display| {
+        io::Error::other(format!("{}: {error}; give a PEM file", path.display()))
+    };
+    let mut roots = RootCertStore::empty();
+    for certificate in CertificateDer::pem_file_iter(path).map_err(|error| wrong(&error))? {
+        let certificate = certificate.map_err(|error| wrong(&error))?;
+        // A system's file may have certificates that this library does not take.
+        let _ = roots.add(certificate);
+    }
+    if roots.is_empty() {
+        return Err(wrong(&"it has no CA"));
+    }
+    let config = ClientConfig::builder_with_provider(Arc::new(default_provider()))
+        .with_safe_default_protocol_versions()
+        .map_err(io::Error::other)?
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    Ok(TlsConnector::from(Arc::new(config)))
+}

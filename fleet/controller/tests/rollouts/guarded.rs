@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Tests rollouts of guarded keys.
+
+use patchbay_fleet::rollout::Phase;
+use patchbay_fleet::runner::Command;
+
+use super::support::{Fleet, is_over, spec, tell, wait_for};
+
+fn of_guarded(key: &str, more: &str) -> String {
+    spec(&format!("waves: [{{size: rest}}]\n{more}"))
+        .replace("keys: [alpha]", &format!("keys: [{key}]"))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guarded_key_is_changed_by_consent_only_and_undone() {
+    let fleet = Fleet::start_permitting(1, 2, true).await;
+    let replica = fleet.replica("one");
+    let leads = replica.lead().await;
+    let refused = leads.plan("net", &of_guarded("guarded", ""), "alice").await;
+    let error = refused.err().expect("refused").to_string();
+    for part in [
+        "key guarded is guarded: only the guest knows what else depends on it",
+        "`allow_guarded: true` in the spec",
+    ] {
+        assert!(error.contains(part), "{error}");
+    }
+    // A pattern leaves it out, and says so.
+    let planned = leads
+        .plan("some", &of_guarded("\"*a*\"", ""), "alice")
+        .await;
+    let planned = planned.expect("planned");
+    let left_out = planned.rollout().members()[0].plan.left_out.clone();
+    assert_eq!(left_out[0].reason, "KEY_GUARDED");
+    assert_eq!(left_out[0].names, ["guarded"]);
+    assert!(planned.rollout().members()[0].plan.set.guarded().is_empty());
+    tell(&planned, Command::Abort).await;
+
+    let text = of_guarded("\"guarded\"", "allow_guarded: true");
+    let running = replica.start("net", &text).await;
+    {
+        let rollout = running.rollout();
+        let guarded = rollout.members()[0].plan.set.guarded();
+        let keys: Vec<&str> = guarded.iter().map(|guarded| &*guarded.key).collect();
+        assert_eq!(keys, ["guarded"]);
+        assert!(rollout.header().policy.allow_guarded);
+    }
+    assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
+    assert_eq!(fleet.counts("guarded"), [1, 1]);
+    tell(&running, Command::Undo).await;
+    wait_for(&running, |phase| matches!(phase, Phase::Ended(_))).await;
+    assert_eq!(fleet.counts("guarded"), [0, 0]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_monitor_without_permission_refuses_a_guarded_key_in_spite_of_consent() {
+    let fleet = Fleet::start(1, 1).await;
+    let replica = fleet.replica("one");
+    let leads = replica.lead().await;
+    let text = of_guarded("guarded", "allow_guarded: true");
+    let error = leads.plan("net", &text, "alice").await.err();
+    let error = error.expect("refused").to_string();
+    assert!(
+        error.contains("key guarded is guarded, and its monitor was started without permission"),
+        "{error}"
+    );
+}
