@@ -236,7 +236,7 @@ impl RolloutService for Api {
             DiffError::Spec(error) => Status::invalid_argument(error.to_string()),
             DiffError::Over { .. } => Status::failed_precondition(error.to_string()),
         })?;
-        let rollout = view::rollout(&running.rollout(), false);
+        let rollout = view::rollout(&running.rollout(), false, &caller.sight());
         Ok(Response::new(view::diff(diff, rollout)))
     }
 

@@ -18,7 +18,7 @@ use crate::hosts::{HostConfig, Hosts, NameTaken};
 use crate::inventory::Reach;
 use crate::leader::Leader;
 use crate::metrics::Metrics;
-use crate::rollout::Rollout;
+use crate::rollout::{Phase, Rollout};
 use crate::runner::{Context, Ended, NotDeleted, Running, now};
 use crate::sight::Sight;
 use crate::spec::{Spec, SpecError};

@@ -465,7 +465,11 @@ pub async fn change_late(
         added,
         by_waves: false,
     };
-    match running.command(command, "").await {
+    tell(running, command, "").await
+}
+
+async fn tell(running: &Running, command: Command, principal: &str) -> Result<(), DriftError> {
+    match running.command(command, principal).await {
         Some(result) => Ok(result?),
         None => Err(Refused::Deposed.into()),
     }

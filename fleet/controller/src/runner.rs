@@ -162,7 +162,8 @@ impl Command {
             Self::Promote | Self::PromoteUnapproved => "Promote",
             Self::Abort => "Abort",
             Self::Undo => "Undo",
-            Self::Extend { .. } | Self::Adopt { .. } => "Drift",
+            Self::Extend { .. } | Self::Adopt { .. } | Self::Drifted { .. } => "Drift",
+            Self::Delivered { .. } => "Deliver",
             Self::Forget { .. } => "Forget",
         }
     }
@@ -174,6 +175,7 @@ impl Command {
             Self::Resume | Self::Promote | Self::PromoteUnapproved | Self::Extend { .. } => true,
             Self::Pause | Self::Abort | Self::Undo => false,
             Self::Adopt { .. } | Self::Forget { .. } => false,
+            Self::Delivered { .. } | Self::Drifted { .. } => false,
         }
     }
 

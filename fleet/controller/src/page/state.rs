@@ -8,6 +8,7 @@ use patchbay_access::policy::Policy;
 use serde::Serialize;
 
 use super::Shared;
+use super::sight::{Hidden, Sight};
 use super::standing::{self, Gate, Keys, Safety, Step};
 use crate::authority::{Verdicts, approvals_needed};
 use crate::controller::Leadership;

@@ -37,6 +37,7 @@ impl fmt::Display for WaveGate {
             }
             WaveGateKind::PauseP99 { budget_us } => write!(f, "pause_p99 {budget_us}us"),
             WaveGateKind::Command { argv, .. } => write!(f, "command {}", argv.join(" ")),
+            WaveGateKind::NamedCommand { name, .. } => write!(f, "command {name}"),
             WaveGateKind::AgentHealth { limits, .. } => {
                 write!(f, "agent_health")?;
                 if let Some(most) = limits.new_warnings {
