@@ -9,7 +9,6 @@ use patchbay_access::policy::LivePolicy;
 use patchbay_fleet::api;
 use patchbay_fleet::authority::Authority;
 use patchbay_fleet::controller::{Config, Controller};
-use patchbay_fleet::gates::commands::Commands;
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
 use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::leader::Leader;
@@ -75,6 +74,7 @@ impl FakeFleet {
     /// Starts the controller, and waits until it leads.
     fn serve(&mut self) {
         let _entered = self.runtime.enter();
+        let own = rustix::process::geteuid().as_raw();
         let config = Config {
             replica: Leader {
                 name: "one".to_owned(),
@@ -92,7 +92,7 @@ impl FakeFleet {
                 folder: self.lab.folder().join("archive"),
                 keep: Duration::from_secs(24 * 3600),
             },
-            commands: Commands::default(),
+            commands: patchbay_fleet::gates::commands::Commands::default(),
             keys: RecordKeys::default(),
         };
         let store: Arc<dyn Store> = self.store.clone();
@@ -102,7 +102,7 @@ impl FakeFleet {
         let socket = self.lab.folder().join("fleet.sock");
         let bound = ListeningSocket::bind(&socket).expect("free");
         self.tasks.spawn(async move {
-            let served = api::serve(controller, &bound, std::future::pending());
+            let served = api::serve(controller, &bound, None, std::future::pending());
             served.await.expect("it serves");
         });
         self.runtime.block_on(leads.lead());
