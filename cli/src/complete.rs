@@ -99,8 +99,8 @@ pub fn rollouts() -> ArgValueCompleter {
                 key: file("--key", "PATCHBAY_KEY"),
                 ca: file("--ca", "PATCHBAY_CA"),
             };
-            let names = Mutex::new(vec![]);
-            let listed = replicas::at_leader(target.place().ok()?, |channel| {
+            let (place, names) = (target.place().ok()?, Mutex::new(vec![]));
+            let listed = replicas::at_leader(&place, |channel| {
                 let names = &names;
                 async move {
                     let mut controller = RolloutServiceClient::new(channel);

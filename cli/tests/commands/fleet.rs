@@ -15,7 +15,7 @@ use patchbay_fleet::controller::{Config, Controller};
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
 use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::leader::Leader;
-use patchbay_fleet::storage::Archive;
+use patchbay_fleet::storage::{Archive, RecordKeys};
 use patchbay_fleet::store::{EmbeddedStore, Store, Transaction};
 use patchbay_proto::socket::ListeningSocket;
 use tokio::net::TcpListener;
@@ -102,6 +102,8 @@ impl Replicas {
                 folder: self.file("archive"),
                 keep: Duration::from_secs(24 * 3600),
             },
+            commands: patchbay_fleet::gates::commands::Commands::default(),
+            keys: RecordKeys::default(),
         };
         let tls = Tls::read(TlsFiles {
             certificate: self.file("ca/fleet.pem"),
