@@ -133,7 +133,7 @@ impl Authority {
             Some(told) => told.map_err(Refused::NotLegal),
             None => Err(Refused::Deposed),
         };
-        finish(intent, told.as_ref().map(|()| "").map_err(|error| error));
+        finish(intent, told.as_ref().map(|()| ""));
         told
     }
 
@@ -163,7 +163,7 @@ impl Authority {
             .intend(principal, "Delete", &rule, &request, "")
             .await?;
         let deleted = running.delete(principal).await.ok_or(Refused::Deposed)?;
-        finish(intent, deleted.as_ref().map(|_| "").map_err(|error| error));
+        finish(intent, deleted.as_ref().map(|_| ""));
         Ok(deleted)
     }
 
