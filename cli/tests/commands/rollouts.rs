@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use patchbay_fleet::api;
 use patchbay_fleet::controller::{Config, Controller};
-use patchbay_fleet::gates::commands::Commands;
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
 use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::storage::{Archive, RecordKeys};
@@ -52,7 +51,7 @@ impl FakeFleet {
                 folder: lab.folder().join("archive"),
                 keep: Duration::from_secs(24 * 3600),
             },
-            commands: Commands::default(),
+            commands: patchbay_fleet::gates::commands::Commands::default(),
             keys: RecordKeys::default(),
         };
         let controller = Controller::new(config, Arc::new(store)).expect("own names");
