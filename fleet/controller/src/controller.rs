@@ -361,8 +361,8 @@ impl Controller {
         Ok(error)
     }
 
-    /// Signs the records of the store that are not authenticated, once no replica leads, and returns
-    /// their number and the rollouts that cannot be read. Their records are left as they are.
+    /// Signs the records of the store that are not authenticated, once no replica leads. Returns
+    /// their number and the rollouts that cannot be read, whose records are left as they are.
     ///
     /// # Errors
     /// [`StoreError`].

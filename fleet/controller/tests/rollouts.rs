@@ -5,8 +5,6 @@ mod rollouts {
     mod agent;
     mod drift;
     mod faults;
-    #[path = "../processes/gate_file.rs"]
-    mod gate_file;
     mod gates;
     mod guarded;
     mod refused;

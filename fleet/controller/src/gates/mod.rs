@@ -22,8 +22,8 @@ use self::commands::Commands;
 use crate::hosts::Hosts;
 use crate::rollout::{GateAnswer, WaveGateKind};
 
-/// The reason why a command that a record of the store gives is not run: whoever can write the store
-/// could run any command.
+/// The reason why a command that a record of the store gives is not run: whoever can write the
+/// store could run any command.
 const NOT_RUN: &str = "is not run, because the spec gives this command and does not name it; undo \
      the rollout, or promote it without this gate";
 

@@ -25,7 +25,8 @@ use patchbay_service::trace::{AgentSocket, Tracing, socket_path};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use super::gate_file;
+#[path = "../processes/gate_file.rs"]
+mod gate_file;
 
 /// Timeout of the tests' waits, which no correct run reaches.
 pub const PATIENCE: Duration = Duration::from_secs(60);
