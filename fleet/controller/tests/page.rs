@@ -3,6 +3,7 @@
 
 #[path = "page/browser.rs"]
 mod browser;
+#[allow(dead_code)]
 #[path = "processes/gate_file.rs"]
 mod gate_file;
 #[path = "page/contrast.rs"]

@@ -128,6 +128,7 @@ async fn a_host_that_does_not_let_the_controller_assert_changes_nothing() {
     let start = v1::StartRequest {
         rollout: "net".to_owned(),
         digest,
+        break_glass: false,
     };
     replica.rollouts().start(start).await.expect("started");
     not_yet(&replica, "net", "may_assert").await;
