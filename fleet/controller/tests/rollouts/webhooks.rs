@@ -303,7 +303,8 @@ async fn drift_is_an_event_once() {
     fleet.guests[0].set_count("alpha", 0);
     let leads = replica.lead().await;
     for _ in 0..2 {
-        let report = drift::drift(leads.hosts(), &running, Action::Report, "alice").await;
+        let authority = replica.controller.authority();
+        let report = drift::drift(leads.hosts(), authority, &running, Action::Report, "alice").await;
         assert_eq!(report.expect("compared").drifts.len(), 1);
     }
     tell(&running, Command::Undo).await;
