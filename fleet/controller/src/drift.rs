@@ -307,12 +307,14 @@ async fn fix(
         .into_iter()
         .flatten()
         .partition(|member| matches!(member.state, State::Skipped { .. }));
+    let mut reasons = BTreeMap::new();
     for member in skipped {
-        let State::Skipped { why } = member.state else {
-            continue;
-        };
-        let is_its = |drift: &&mut Drift| drift.host == member.host && drift.guest == member.guest;
-        for drift in report.drifts.iter_mut().filter(is_its) {
+        if let State::Skipped { why } = member.state {
+            reasons.insert((member.host, member.guest), why);
+        }
+    }
+    for drift in &mut report.drifts {
+        if let Some(why) = reasons.get(&(drift.host.clone(), drift.guest.clone())) {
             drift.left = Some(why.clone());
         }
     }
