@@ -338,18 +338,19 @@ async fn fix(
         })
         .buffered(FAN_OUT);
     let prepared: Vec<Option<Member>> = validated.collect().await;
-    let mut added = Vec::new();
+    let (mut added, mut reasons) = (Vec::new(), BTreeMap::new());
     for member in prepared.into_iter().flatten() {
         let why = match &member.state {
             State::Skipped { why } => Err(why.clone()),
             _ => by.authority.may_extend(by.principal, &running.rollout(), &member),
         };
-        let Err(why) = why else {
-            added.push(member);
-            continue;
-        };
-        let is_its = |drift: &&mut Drift| drift.host == member.host && drift.guest == member.guest;
-        for drift in report.drifts.iter_mut().filter(is_its) {
+        match why {
+            Ok(()) => added.push(member),
+            Err(why) => drop(reasons.insert((member.host, member.guest), why)),
+        }
+    }
+    for drift in &mut report.drifts {
+        if let Some(why) = reasons.get(&(drift.host.clone(), drift.guest.clone())) {
             drift.left = Some(why.clone());
         }
     }

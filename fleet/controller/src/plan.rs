@@ -6,7 +6,7 @@ mod asks;
 pub mod diff;
 mod tracepoints;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use futures_util::StreamExt;
@@ -17,7 +17,7 @@ use sha2::{Digest, Sha256};
 pub use self::asks::{Asks, not_made};
 use crate::hosts::{self, CallError, Host, Hosts};
 use crate::rollout::{
-    Claim, Event, Header, KeySets, Member, Millis, Phase, Rollout, State, TimelineEntry, Wave,
+    Claim, Event, Header, KeySet, KeySets, Member, Millis, Phase, Rollout, State, TimelineEntry, Wave,
     bounded,
 };
 use crate::spec::{Selector, Size, Spec};
@@ -280,21 +280,40 @@ pub fn spec_digest(text: &str) -> String {
 
 /// Returns a key that both rollouts claim on the same guest.
 pub fn overlap(one: &[Member], other: &[Member]) -> Option<String> {
-    let mut keys = std::collections::BTreeSet::new();
-    for member in other {
-        for claim in member.plan.set.claims() {
-            keys.insert((&member.host, &member.guest, &claim.key));
-        }
+    let mut guests: HashMap<(&str, &str), Vec<&KeySet>> = HashMap::new();
+    for Member {
+        host, guest, plan, ..
+    } in other
+    {
+        let sets = guests.entry((host, guest)).or_default();
+        sets.push(&plan.set);
     }
+    // Many guests have the same sets.
+    let mut compared = HashMap::new();
     one.iter().find_map(|member| {
-        let mut claims = member.plan.set.claims().iter();
-        let is_claimed = |claim: &&Claim| keys.contains(&(&member.host, &member.guest, &claim.key));
-        let claim = claims.find(is_claimed)?;
+        let set = &member.plan.set;
+        let mut others = guests.get(&(&*member.host, &*member.guest))?.iter();
+        let claim = others.find_map(|other| {
+            let digests = (set.digest(), other.digest());
+            *compared
+                .entry(digests)
+                .or_insert_with(|| common(set, other))
+        })?;
         Some(format!(
             "{} of guest {} on {}",
             claim.key, member.guest, member.host
         ))
     })
+}
+
+/// Returns the first claim of a set on a key that the other set claims too.
+fn common<'s>(set: &'s KeySet, other: &KeySet) -> Option<&'s Claim> {
+    let others = other.claims();
+    let is_claimed = |claim: &&Claim| {
+        let found = others.binary_search_by(|other| other.key.cmp(&claim.key));
+        found.is_ok()
+    };
+    set.claims().iter().find(is_claimed)
 }
 
 #[cfg(test)]

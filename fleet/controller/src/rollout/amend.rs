@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Amends a rollout for guests that drifted or joined after the plan.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::keys::KeySets;
@@ -32,7 +33,12 @@ impl Rollout {
             let rollout = self.header.name.clone();
             return Err(NotLegal::Waves { rollout, waves });
         }
-        added.retain_mut(|member| self.supersede(member));
+        let current = self.current();
+        added.retain_mut(|member| {
+            let guest = (member.host.clone(), member.guest.clone());
+            let earlier = current.get(&guest);
+            earlier.is_none_or(|&earlier| self.supersede(earlier, member))
+        });
         let (first, count) = (self.members.len(), added.len());
         if count == 0 {
             return Ok(());
@@ -70,18 +76,20 @@ impl Rollout {
         Ok(())
     }
 
-    /// Replaces the earlier member of the same guest, if there is one. The new member continues its
-    /// generation. Returns false, and changes nothing, if the earlier one is being changed or waits
-    /// for its wave.
-    fn supersede(&mut self, member: &mut Member) -> bool {
-        let mut members = self.members.iter();
-        let is_same = |earlier: &Member| {
-            (&earlier.host, &earlier.guest) == (&member.host, &member.guest)
-                && earlier.state != State::Superseded
-        };
-        let Some(index) = members.rposition(is_same) else {
-            return true;
-        };
+    /// Returns the members that are not superseded, by host and guest.
+    fn current(&self) -> HashMap<(String, String), usize> {
+        let members = self.members.iter().enumerate();
+        let members = members.filter(|(_, member)| member.state != State::Superseded);
+        let guest = |member: &Member| (member.host.clone(), member.guest.clone());
+        members
+            .map(|(index, member)| (guest(member), index))
+            .collect()
+    }
+
+    /// Replaces the earlier member of the same guest. The new member continues its generation.
+    /// Returns false, and changes nothing, if the earlier one is being changed or waits for its
+    /// wave.
+    fn supersede(&mut self, index: usize, member: &mut Member) -> bool {
         let earlier = &self.members[index];
         if matches!(earlier.state, State::Pending | State::Claiming { .. }) {
             return false;

@@ -49,9 +49,18 @@ pub enum Stage {
     },
 }
 
+/// The time in which one replica leads. Its drivers are killed and stopped together.
+pub struct Term {
+    fence: Fence,
+    /// It does nothing before this time.
+    pub stopped_until: Millis,
+    /// It notices at this time that it does not lead any more.
+    ends_at: Option<Millis>,
+}
+
 pub struct Driver {
     pub id: u32,
-    pub fence: Fence,
+    pub term: u32,
     pub rollout: Rollout,
     spec: Spec,
     asks: Arc<Asks>,
@@ -61,17 +70,13 @@ pub struct Driver {
     /// The commands whose effects are not saved yet.
     replies: Vec<(Command, Result<(), NotLegal>)>,
     wake_at: Option<Millis>,
-    /// It does nothing before this time.
-    pub stopped_until: Millis,
-    /// It notices at this time that it does not lead any more.
-    pub ends_at: Option<Millis>,
 }
 
 impl Driver {
-    pub fn new(id: u32, fence: Fence, rollout: Rollout, spec: Spec) -> Self {
+    fn new(id: u32, term: u32, rollout: Rollout, spec: Spec) -> Self {
         Self {
             id,
-            fence,
+            term,
             asks: Arc::new(Asks::new(rollout.header(), &spec)),
             rollout,
             spec,
@@ -80,8 +85,6 @@ impl Driver {
             tasks: Vec::new(),
             replies: Vec::new(),
             wake_at: Some(0),
-            stopped_until: 0,
-            ends_at: None,
         }
     }
 
@@ -131,12 +134,15 @@ impl World {
         let Some(mut driver) = self.drivers.remove(&id) else {
             return;
         };
-        if self.now < driver.stopped_until {
+        let term = &self.terms[&driver.term];
+        let stopped_until = term.stopped_until;
+        if self.now < stopped_until {
             self.drivers.insert(id, driver);
             return;
         }
-        if driver.ends_at.is_some_and(|at| at <= self.now) {
-            self.trace(|| format!("driver {id} has lost its lease and ends"));
+        if term.ends_at.is_some_and(|at| at <= self.now) {
+            self.trace(|| format!("term {} has lost its lease and ends", driver.term));
+            self.end_term(driver.term);
             return;
         }
         driver.poll();
@@ -147,11 +153,12 @@ impl World {
             self.drivers.insert(id, driver);
             return;
         }
-        if self.is_hit(&mut driver) {
+        if self.is_hit(&driver) {
             return;
         }
-        if self.now >= driver.stopped_until && !self.proceed(&mut driver) {
-            self.leader = self.leader.filter(|leader| *leader != id);
+        let stopped_until = self.terms[&driver.term].stopped_until;
+        if self.now >= stopped_until && !self.proceed(&mut driver) {
+            self.end_term(driver.term);
             return;
         }
         let at = match driver.stage {
@@ -160,14 +167,22 @@ impl World {
             _ => Some(self.now),
         };
         if let Some(at) = at {
-            self.schedule_at(at.max(driver.stopped_until), Event::Drive(id));
+            self.schedule_at(at.max(stopped_until), Event::Drive(id));
         }
         self.drivers.insert(id, driver);
     }
 
-    /// Kills or stops the driver at random. Returns whether it is killed.
-    fn is_hit(&mut self, driver: &mut Driver) -> bool {
-        if Some(driver.id) != self.leader {
+    /// Ends all drivers of a term. Nobody reads the answers to their calls.
+    fn end_term(&mut self, term: u32) {
+        self.drivers.retain(|_, driver| driver.term != term);
+        self.terms.remove(&term);
+        self.leader = self.leader.filter(|leader| *leader != term);
+    }
+
+    /// Kills, stops or deposes the driver's term at random. Returns whether it is killed.
+    fn is_hit(&mut self, driver: &Driver) -> bool {
+        let term = driver.term;
+        if Some(term) != self.leader {
             return false;
         }
         let stage = match driver.stage {
@@ -176,24 +191,60 @@ impl World {
             Stage::Saving { .. } => "while it saves",
             Stage::Sending { .. } => "between save and send",
         };
-        if self.strikes("driver killed", self.rates.kill_driver) {
-            self.trace(|| format!("driver {} is killed {stage}", driver.id));
-            self.leader = None;
+        if self.strikes("controller killed", self.rates.kill_driver) {
+            self.trace(|| format!("term {term} is killed {stage}"));
+            self.end_term(term);
             let wait = self.rng.u64(1_000..15_000);
             self.schedule(wait, Event::Elect);
             return true;
         }
-        if self.strikes("driver stopped", self.rates.stop_driver) {
+        if self.strikes("controller stopped", self.rates.stop_driver) {
             let most = if self.rng.bool() { 60_000 } else { 1_500_000 };
             let time = self.rng.u64(5_000..most);
-            self.trace(|| format!("driver {} is stopped for {time} ms {stage}", driver.id));
-            driver.stopped_until = self.now + time;
+            self.trace(|| format!("term {term} is stopped for {time} ms {stage}"));
+            let until = self.now + time;
+            self.terms
+                .entry(term)
+                .and_modify(|term| term.stopped_until = until);
             let lease = self.rng.u64(10_000..20_000);
             if time > lease {
                 self.schedule(lease, Event::Elect);
             }
+        } else if self.strikes("lease lost", self.rates.lease) {
+            self.trace(|| format!("term {term} has lost its lease {stage}"));
+            self.depose();
+            self.schedule(0, Event::Elect);
         }
         false
+    }
+
+    /// Lets the leader go on for some time although another replica may lead.
+    fn depose(&mut self) {
+        let Some(former) = self.leader.take() else {
+            return;
+        };
+        let wait = self.rng.u64(0..30_000);
+        let term = self.terms.get_mut(&former).expect("it leads");
+        let ends_at = self.now.max(term.stopped_until) + wait;
+        term.ends_at = Some(ends_at);
+        let drivers: Vec<u32> = self.drivers_of(former).map(|driver| driver.id).collect();
+        for id in drivers {
+            self.schedule_at(ends_at, Event::Drive(id));
+        }
+    }
+
+    /// Returns the drivers of a term.
+    pub fn drivers_of(&self, term: u32) -> impl Iterator<Item = &Driver> {
+        self.drivers
+            .values()
+            .filter(move |driver| driver.term == term)
+    }
+
+    /// Returns the leader's drivers, one per rollout.
+    pub fn leading(&self) -> impl Iterator<Item = &Driver> {
+        self.leader
+            .into_iter()
+            .flat_map(|term| self.drivers_of(term))
     }
 
     /// Makes the next part of the loop. Returns false if the driver ends.
@@ -241,15 +292,12 @@ impl World {
         writes: Vec<Write>,
     ) -> bool {
         if !writes.is_empty() {
-            if self.strikes("store not reached", self.rates.store) {
-                let fault = if self.rng.bool() {
-                    Fault::Applied
-                } else {
-                    Fault::NotApplied
-                };
-                self.store.fail(fault);
-            }
-            let saved = commit_all(self.store.as_ref(), &driver.fence, &writes);
+            self.let_store_fail();
+            let saved = commit_all(
+                self.store.as_ref(),
+                &self.terms[&driver.term].fence,
+                &writes,
+            );
             match self.runtime.block_on(saved) {
                 Ok(()) => self.check_saved(&driver.rollout, at),
                 Err(StoreError::Unavailable(_)) => {
@@ -261,8 +309,8 @@ impl World {
                     return true;
                 }
                 Err(error) => {
-                    self.count("save of a deposed driver refused");
-                    self.trace(|| format!("driver {} ends: {error}", driver.id));
+                    self.count("save of a deposed controller refused");
+                    self.trace(|| format!("term {} ends: {error}", driver.term));
                     return false;
                 }
             }
@@ -270,13 +318,24 @@ impl World {
         for (command, result) in driver.replies.drain(..) {
             self.trace(|| format!("{command:?} is answered: {result:?}"));
             if result.is_ok() {
-                self.oracle.answered(&command);
+                self.oracle.answered(&driver.rollout, &command);
             }
         }
         driver.stage = Stage::Sending {
             actions: actions.into(),
         };
         true
+    }
+
+    /// Lets the next commit fail at random, with a known or an unknown outcome.
+    pub fn let_store_fail(&mut self) {
+        if self.strikes("store not reached", self.rates.store) {
+            let fault = match self.rng.bool() {
+                true => Fault::Applied,
+                false => Fault::NotApplied,
+            };
+            self.store.fail(fault);
+        }
     }
 
     fn perform(&mut self, driver: &mut Driver, action: Action) {
@@ -367,38 +426,66 @@ impl World {
         self.schedule(wait, Event::Input(driver, Input::Outcome(outcome)));
     }
 
-    /// Gives the lead to another driver, which loads the rollout from the store.
+    /// Gives the lead to another replica, which loads the rollouts from the store.
     pub fn elect(&mut self) {
-        let former = self.leader.and_then(|id| self.drivers.get_mut(&id));
-        if let Some(former) = former {
-            if former.stopped_until <= self.now {
+        if let Some(former) = self.leader {
+            if self.terms[&former].stopped_until <= self.now {
                 return;
             }
-            former.ends_at = Some(former.stopped_until + self.rng.u64(0..30_000));
-            self.count("driver deposed while stopped");
+            self.count("controller deposed while stopped");
+            self.depose();
         }
         let fence = self.new_fence();
+        let term = self.terms_made;
+        self.terms_made += 1;
+        self.terms.insert(
+            term,
+            Term {
+                fence,
+                stopped_until: 0,
+                ends_at: None,
+            },
+        );
+        self.leader = Some(term);
+        self.trace(|| format!("term {term} leads"));
+        for (rollout, spec) in self.load() {
+            // A driver may have been killed after the store took its change, and before it knew.
+            self.oracle.loaded(&rollout);
+            self.start_driver(term, rollout, spec);
+        }
+    }
+
+    /// Lets a term run a rollout.
+    pub fn start_driver(&mut self, term: u32, rollout: Rollout, spec: Spec) {
+        let id = self.drivers_made;
+        self.drivers_made += 1;
+        self.trace(|| {
+            let header = rollout.header();
+            format!(
+                "driver {id} runs {}, which is {:?}",
+                header.name, header.phase
+            )
+        });
+        self.drivers
+            .insert(id, Driver::new(id, term, rollout, spec));
+        self.schedule(0, Event::Drive(id));
+    }
+
+    /// Returns the fence of the leader, if there is one that is not stopped.
+    pub fn leader_fence(&self) -> Option<(u32, Fence)> {
+        let id = self.leader?;
+        let term = &self.terms[&id];
+        (term.stopped_until <= self.now).then(|| (id, term.fence.clone()))
+    }
+
+    /// Returns the rollouts that are stored.
+    pub fn load(&mut self) -> Vec<(Rollout, Spec)> {
         let loaded = self.runtime.block_on(storage::load(
             self.store.as_ref(),
             &storage::RecordKeys::default(),
         ));
-        let mut loaded = loaded.expect("it is reached");
+        let loaded = loaded.expect("the store is reached");
         assert_eq!(loaded.unreadable, [], "every record can be read");
-        let (rollout, spec) = loaded.rollouts.pop().expect("one rollout");
-        // A driver may have been killed after the store took its change, and before it knew.
-        let generations = rollout.members().iter().map(|member| member.generation);
-        self.oracle.generations = generations.collect();
-        let id = self.drivers_made;
-        self.drivers_made += 1;
-        self.trace(|| {
-            format!(
-                "driver {id} leads, the rollout is {:?}",
-                rollout.header().phase
-            )
-        });
-        self.drivers
-            .insert(id, Driver::new(id, fence, rollout, spec));
-        self.leader = Some(id);
-        self.schedule(0, Event::Drive(id));
+        loaded.rollouts
     }
 }

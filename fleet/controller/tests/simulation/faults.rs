@@ -20,6 +20,7 @@ pub struct Rates {
     pub kill_service: u32,
     pub kill_driver: u32,
     pub stop_driver: u32,
+    pub lease: u32,
     pub store: u32,
     pub gate: u32,
 }
@@ -39,6 +40,7 @@ impl Rates {
             kill_service: rate(200),
             kill_driver: rate(60),
             stop_driver: rate(60),
+            lease: rate(30),
             store: rate(200),
             gate: rate(200),
         }

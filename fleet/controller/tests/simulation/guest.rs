@@ -309,35 +309,39 @@ impl Guest {
         self.others.insert(owner, made);
     }
 
-    /// Returns the count that a key has if the rollout wants this of it. `is_newest` tells whether
-    /// the rollout's claim was made after all others.
-    pub fn expected(&self, key: &'static str, wanted: Option<Want>, is_newest: bool) -> i32 {
+    /// Returns the count that a key has if rollouts claim this of it, oldest first.
+    pub fn expected(&self, key: &'static str, claimed: &[Want]) -> i32 {
         let other = |owner: &str| {
-            self.others
-                .get(owner)
-                .and_then(|wants| wants.get(key))
-                .copied()
+            let wants = self.others.get(owner)?;
+            wants.get(key).copied()
         };
-        let mut stack = vec![other(EARLY), other(LATE)];
-        stack.insert(if is_newest { 2 } else { 1 }, wanted);
-        let stack = || stack.iter().flatten();
+        let mut stack = Vec::from_iter(other(EARLY));
+        stack.extend(claimed);
+        stack.extend(other(LATE));
         let original = self.original[key];
-        let base = match stack().rfind(|want| **want != Want::Held) {
+        // The guest's own references are not taken away without consent.
+        let decides = |want: &&Want| match want {
+            Want::On => true,
+            Want::Off => original == 0,
+            Want::Held => false,
+        };
+        let base = match stack.iter().rfind(decides) {
             Some(Want::Off) => 0,
             Some(_) => original.max(1),
             None => original,
         };
         let holder = other(HOLDER);
-        let held = stack().chain(&holder).filter(|want| **want == Want::Held);
+        let held = stack.iter().chain(&holder);
+        let held = held.filter(|want| **want == Want::Held);
         base + i32::try_from(held.count()).expect("few")
     }
 }
 
-/// The owner of claims that are older than the rollout's.
+/// The owner of claims that are older than those of rollouts.
 pub const EARLY: &str = "person/early";
-/// The time at which the rollout was planned, which orders its claims after the early ones.
+/// The time at which the first rollout was planned, which orders its claims after the early ones.
 pub const CREATED: Millis = 1000;
-/// The owner of ON and OFF claims that may be newer than the rollout's.
+/// The owner of ON and OFF claims that are newer than those of rollouts.
 pub const LATE: &str = "person/late";
 /// The owner of HELD claims.
 pub const HOLDER: &str = "person/holder";

@@ -3,33 +3,51 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use patchbay_fleet::rollout::{Action, Member, Millis, Phase, Rollout, State};
+use patchbay_fleet::rollout::{Action, Member, Millis, Phase, Rollout, State, Want};
 use patchbay_fleet::runner::Command;
 use patchbay_proto::v1;
 
 use super::guest::{KEYS, Kill};
 use super::world::World;
 
+/// What is known of a rollout.
 #[derive(Default)]
-pub struct Oracle {
+struct Known {
     /// The generations of the members that are stored.
-    pub generations: Vec<u64>,
+    generations: Vec<u64>,
     is_reverted: bool,
     forgotten: BTreeSet<usize>,
-    /// The latest generation that was answered, by guest and boot.
-    answered: BTreeMap<(usize, u32), u64>,
-    /// The pauses for a generation, by guest and boot.
-    pauses: BTreeMap<(usize, u32, u64), u64>,
+}
+
+#[derive(Default)]
+pub struct Oracle {
+    /// The rollouts by the owners of their claims.
+    rollouts: BTreeMap<String, Known>,
+    /// The latest generation that was answered, by guest, boot and owner.
+    answered: BTreeMap<(usize, u32, String), u64>,
+    /// The pauses for a generation, by guest, boot and owner.
+    pauses: BTreeMap<(usize, u32, String, u64), u64>,
 }
 
 impl Oracle {
+    fn of(&mut self, rollout: &Rollout) -> &mut Known {
+        self.rollouts.entry(rollout.header().owner()).or_default()
+    }
+
     /// Records a command whose success was told.
-    pub fn answered(&mut self, command: &Command) {
+    pub fn answered(&mut self, rollout: &Rollout, command: &Command) {
+        let known = self.of(rollout);
         match command {
-            Command::Abort | Command::Undo => self.is_reverted = true,
-            Command::Forget { member } => _ = self.forgotten.insert(*member),
+            Command::Abort | Command::Undo => known.is_reverted = true,
+            Command::Forget { member } => _ = known.forgotten.insert(*member),
             _ => {}
         }
+    }
+
+    /// Records the state with which a driver begins.
+    pub fn loaded(&mut self, rollout: &Rollout) {
+        let generations = rollout.members().iter().map(|member| member.generation);
+        self.of(rollout).generations = generations.collect();
     }
 }
 
@@ -63,8 +81,9 @@ impl World {
             domains.values().all(|total| *total <= most),
             "{domains:?}, the cap is {most}"
         );
+        let known = self.oracle.of(rollout);
         for (index, member) in members.iter().enumerate() {
-            let before = self.oracle.generations.get(index).copied().unwrap_or(0);
+            let before = known.generations.get(index).copied().unwrap_or(0);
             assert!(
                 member.generation >= before,
                 "member {index} goes back in generation"
@@ -81,7 +100,7 @@ impl World {
                     "member {index} is claimed in a freeze"
                 );
             }
-            if self.oracle.forgotten.contains(&index) {
+            if known.forgotten.contains(&index) {
                 let is_given_up = matches!(member.state, State::Forgotten | State::Superseded);
                 assert!(
                     is_given_up,
@@ -90,12 +109,9 @@ impl World {
                 );
             }
         }
-        self.oracle.generations = members.iter().map(|member| member.generation).collect();
+        known.generations = members.iter().map(|member| member.generation).collect();
         let reverts = matches!(phase, Phase::Reverting(_) | Phase::Ended(_));
-        assert!(
-            reverts || !self.oracle.is_reverted,
-            "{phase:?} after an undo"
-        );
+        assert!(reverts || !known.is_reverted, "{phase:?} after an undo");
     }
 
     /// Checks an action that a driver is about to perform against the store.
@@ -140,7 +156,11 @@ impl World {
     ) {
         let guest = &self.guests[index];
         let (boots, generation) = (guest.boots, request.generation);
-        let answered = self.oracle.answered.entry((index, boots)).or_default();
+        let answered = self
+            .oracle
+            .answered
+            .entry((index, boots, request.owner.clone()));
+        let answered = answered.or_default();
         let after = guest.counts();
         if generation <= *answered {
             assert_eq!(
@@ -166,7 +186,7 @@ impl World {
         let paused = self
             .oracle
             .pauses
-            .entry((index, boots, generation))
+            .entry((index, boots, request.owner.clone(), generation))
             .or_default();
         if kill != Kill::BeforeChange {
             *paused += pauses;
@@ -182,93 +202,42 @@ impl World {
 
     /// Finds the guests that have moved and booted again before a driver saw them on their hosts.
     /// Nothing tells them from other guests of the same names, so a person has to forget them.
-    fn find_lost(&mut self, rollout: &Rollout) {
+    fn find_lost(&mut self, rollouts: &[Rollout]) {
         self.lost.clear();
         for index in 0..self.guests.len() {
             let boot = self.boot_of(index);
             let guest = &self.guests[index];
-            let is_lost = |member: &&Member| {
+            let is_lost = |member: &Member| {
                 member.guest == guest.name
                     && member.state != State::Superseded
                     && Some(&member.host) != guest.host.as_ref()
                     && member.boot != boot
             };
-            if !guest.is_namesake && rollout.members().iter().any(|member| is_lost(&member)) {
-                self.lost.insert(guest.name.clone());
+            for rollout in rollouts.iter().filter(|_| !guest.is_namesake) {
+                if rollout.members().iter().any(is_lost) {
+                    let name = rollout.header().name.clone();
+                    self.lost.insert((name, guest.name.clone()));
+                }
             }
         }
     }
 
-    /// Checks the guests after everything has come to rest.
-    pub fn check_rest(&mut self, rollout: &Rollout) {
-        self.find_lost(rollout);
-        let owner = rollout.header().owner();
-        let phase = rollout.header().phase;
+    /// Checks the guests after everything has come to rest. The rollouts are ordered by the times
+    /// of their claims.
+    pub fn check_rest(&mut self, rollouts: &[Rollout]) {
+        self.find_lost(rollouts);
         for index in 0..self.guests.len() {
             let now = self.now;
             let guest = &mut self.guests[index];
             let claims = guest.claims(&self.runtime, now, "").expect("served").claims;
-            let guest = &self.guests[index];
-            let members = rollout.members().iter();
-            let is_latest = |member: &&Member| {
-                member.guest == guest.name
-                    && !guest.is_namesake
-                    && member.state != State::Superseded
-            };
-            let mut members = members.filter(is_latest);
-            let member = members.next();
-            assert!(
-                members.next().is_none(),
-                "guest {index} is in two waves that count"
-            );
-            let is_over = matches!(phase, Phase::Ended(_));
-            let is_lost = member.is_some_and(|member| self.lost.contains(&member.guest));
-            let state = member.map(|member| &member.state).filter(|_| !is_lost);
-            let wants = |key: &str| {
-                let mut claims = member?.plan.set.claims().iter();
-                claims
-                    .find(|claim| claim.key == key)
-                    .map(|claim| claim.want)
-            };
             for key in KEYS {
-                let (count, jumps) = (guest.vm.count(key), guest.vm.jumps(key));
-                assert_eq!(jumps, count > 0, "guest {index}: {key} is {count}");
-                if guest.changed.contains(key) {
-                    continue;
-                }
-                let without = guest.expected(key, None, true);
-                let with = [true, false].map(|newest| guest.expected(key, wants(key), newest));
-                let right = match state {
-                    _ if is_lost => count == without || with.contains(&count),
-                    Some(State::Forgotten | State::Adopted) => {
-                        count == without || with.contains(&count)
-                    }
-                    _ if is_over => count == without,
-                    Some(State::AsWanted { .. }) => with.contains(&count),
-                    Some(State::Released { .. }) | None => count == without,
-                    // The guest waits for its wave.
-                    Some(State::Pending) if member.is_some_and(|one| one.generation == 0) => {
-                        count == without
-                    }
-                    _ => count == without || with.contains(&count),
-                };
-                let others = &guest.others;
-                assert!(
-                    right,
-                    "guest {index} is {state:?} and {key} is {count}: {without} without the \
-                     rollout, {with:?} with {:?}; original {}, others {others:?}",
-                    wants(key),
-                    guest.original[key],
-                );
+                self.check_key(index, key, rollouts);
             }
-            let is_given_up = matches!(state, Some(State::Forgotten | State::Adopted));
-            let is_released = matches!(state, None | Some(State::Released { .. }));
-            let is_free = !is_lost && !is_given_up && (is_released || is_over);
-            let own = claims.iter().any(|claim| claim.owner == owner);
-            assert!(
-                !is_free || !own,
-                "guest {index} is {state:?} and has claims of the rollout"
-            );
+            for rollout in rollouts {
+                self.check_member(index, rollout, &claims);
+                self.check_progress(index, rollout, rollouts);
+            }
+            let guest = &self.guests[index];
             for (other, wants) in &guest.others {
                 for key in wants.keys().filter(|key| !guest.changed.contains(*key)) {
                     let mut of = claims.iter().filter(|claim| claim.key == **key);
@@ -280,31 +249,139 @@ impl World {
                     );
                 }
             }
-            let is_followed =
-                member.is_none_or(|one| Some(&one.host) == self.guests[index].host.as_ref());
-            let is_wanted = matches!(state, Some(State::AsWanted { .. }));
-            assert!(
-                is_followed || !is_wanted || !phase.has_desired_state(),
-                "guest {index} is not found where it is"
-            );
-            self.check_progress(index, phase, state);
         }
     }
 
+    /// Returns the member of a guest that counts, unless no driver can find the guest.
+    fn member<'r>(&self, index: usize, rollout: &'r Rollout) -> Option<&'r Member> {
+        let guest = &self.guests[index];
+        let is_latest = |member: &&Member| {
+            member.guest == guest.name && !guest.is_namesake && member.state != State::Superseded
+        };
+        let mut members = rollout.members().iter().filter(is_latest);
+        let member = members.next();
+        let name = &rollout.header().name;
+        assert!(
+            members.next().is_none(),
+            "guest {index} is in two waves of {name} that count"
+        );
+        member
+    }
+
+    fn is_lost(&self, rollout: &Rollout, member: &Member) -> bool {
+        let name = rollout.header().name.clone();
+        self.lost.contains(&(name, member.guest.clone()))
+    }
+
+    /// Returns the states that the claim of a rollout on a key of a guest may have: made, ended, or
+    /// both.
+    fn claimed(&self, index: usize, key: &str, rollout: &Rollout) -> Vec<Option<Want>> {
+        let Some(member) = self.member(index, rollout) else {
+            return vec![None];
+        };
+        let mut claims = member.plan.set.claims().iter();
+        let Some(claim) = claims.find(|claim| claim.key == key) else {
+            return vec![None];
+        };
+        let made = Some(claim.want);
+        let is_over = matches!(rollout.header().phase, Phase::Ended(_));
+        match member.state {
+            _ if self.is_lost(rollout, member) => vec![made, None],
+            State::Forgotten | State::Adopted => vec![made, None],
+            _ if is_over => vec![None],
+            State::AsWanted { .. } => vec![made],
+            State::Released { .. } | State::Skipped { .. } => vec![None],
+            // The guest waits for its wave.
+            State::Pending if member.generation == 0 => vec![None],
+            _ => vec![made, None],
+        }
+    }
+
+    /// Checks the count of a key: the newest claim decides.
+    fn check_key(&self, index: usize, key: &'static str, rollouts: &[Rollout]) {
+        let guest = &self.guests[index];
+        let (count, jumps) = (guest.vm.count(key), guest.vm.jumps(key));
+        assert_eq!(jumps, count > 0, "guest {index}: {key} is {count}");
+        if guest.changed.contains(key) {
+            return;
+        }
+        let mut possible = vec![Vec::new()];
+        for rollout in rollouts {
+            let claimed = self.claimed(index, key, rollout);
+            let each = |before: Vec<Want>| {
+                let with = |one: &Option<Want>| before.iter().copied().chain(*one).collect();
+                claimed.iter().map(with).collect::<Vec<_>>()
+            };
+            possible = possible.into_iter().flat_map(each).collect();
+        }
+        let is_right = |claimed: &Vec<Want>| guest.expected(key, claimed) == count;
+        if possible.iter().any(is_right) {
+            return;
+        }
+        let states = rollouts.iter().map(|rollout| {
+            let state = self.member(index, rollout).map(|member| &member.state);
+            let header = rollout.header();
+            format!("{} is {:?}, {state:?}", header.name, header.phase)
+        });
+        let states: Vec<String> = states.collect();
+        panic!(
+            "guest {index}: {key} is {count}; claimed, oldest first: {possible:?}; original {}, \
+             others {:?}; {states:?}",
+            guest.original[key], guest.others
+        );
+    }
+
+    /// Checks that a guest has no claims of a rollout that wants nothing of it, and that the
+    /// rollout follows the guest.
+    fn check_member(&self, index: usize, rollout: &Rollout, claims: &[v1::Claim]) {
+        let (owner, phase) = (rollout.header().owner(), rollout.header().phase);
+        let member = self.member(index, rollout);
+        if member.is_some_and(|member| self.is_lost(rollout, member)) {
+            return;
+        }
+        let state = member.map(|member| &member.state);
+        let is_given_up = matches!(state, Some(State::Forgotten | State::Adopted));
+        let is_released = matches!(state, None | Some(State::Released { .. }));
+        let is_free = is_released || matches!(phase, Phase::Ended(_));
+        let own = claims.iter().any(|claim| claim.owner == owner);
+        assert!(
+            !is_free || is_given_up || !own,
+            "guest {index} is {state:?} and has claims of {owner}"
+        );
+        let is_followed =
+            member.is_none_or(|one| Some(&one.host) == self.guests[index].host.as_ref());
+        let is_wanted = matches!(state, Some(State::AsWanted { .. }));
+        assert!(
+            is_followed || !is_wanted || !phase.has_desired_state(),
+            "guest {index} is not found where it is"
+        );
+    }
+
     /// Checks that the rollout waits for a guest only if there is a reason in the guest.
-    fn check_progress(&self, index: usize, phase: Phase, state: Option<&State>) {
+    fn check_progress(&self, index: usize, rollout: &Rollout, rollouts: &[Rollout]) {
+        let phase = rollout.header().phase;
         let runs = matches!(phase, Phase::Running(_) | Phase::Completed);
-        let waits = matches!(state, Some(State::Claiming { .. } | State::NotYet { .. }));
+        let Some(member) = self.member(index, rollout) else {
+            return;
+        };
+        let waits = matches!(member.state, State::Claiming { .. } | State::NotYet { .. });
         let guest = &self.guests[index];
         let is_refused = |key: &&str| {
             let mut others = guest.others.values();
             let is_claimed = others.any(|claims| claims.contains_key(key));
-            guest.changed.contains(key) || guest.original[key] > 0 || is_claimed
+            let mut other = rollouts.iter();
+            let is_rolled_out = other.any(|other| {
+                let is_other = other.header().name != rollout.header().name;
+                is_other && self.claimed(index, key, other) != [None]
+            });
+            guest.changed.contains(key) || guest.original[key] > 0 || is_claimed || is_rolled_out
         };
-        let has_reason = KEYS.iter().any(is_refused);
+        let has_reason = self.is_lost(rollout, member) || KEYS.iter().any(is_refused);
         assert!(
             !runs || !waits || has_reason,
-            "guest {index} is still {state:?}"
+            "guest {index} is still {:?} in {}",
+            member.state,
+            rollout.header().name
         );
     }
 }

@@ -4,7 +4,7 @@
 use patchbay_fleet::rollout::{Member, Phase, State};
 use patchbay_fleet::runner::Command;
 
-use super::driver::Input;
+use super::driver::{Driver, Input};
 use super::guest::{HOLDER, LATE};
 use super::world::{Event, World};
 
@@ -31,27 +31,38 @@ pub enum Deed {
 }
 
 impl World {
-    pub fn act(&mut self, deed: Deed) {
+    pub fn act(&mut self, deed: Deed, rollout: Option<&str>) {
         if self.is_quiet && !matches!(deed, Deed::Start | Deed::Resume | Deed::Undo) {
             return;
         }
         match deed {
             Deed::Hold => return self.claim_other(HOLDER),
             Deed::Decide => return self.claim_other(LATE),
-            Deed::Hurry => {
-                self.act(Deed::Pause);
-                let resume = self.rng.u64(1..2_000);
-                let undo = self.rng.u64(1..1_000);
-                self.schedule(resume, Event::Deed(Deed::Resume));
-                self.schedule(resume + undo, Event::Deed(Deed::Undo));
-                return;
-            }
             _ => {}
         }
-        let Some(driver) = self.leader.and_then(|id| self.drivers.get(&id)) else {
+        let leading: Vec<u32> = self.leading().map(|driver| driver.id).collect();
+        if leading.is_empty() {
+            return;
+        }
+        let any = leading[self.rng.usize(0..leading.len())];
+        let is_meant = |driver: &&Driver| {
+            rollout.map_or(driver.id == any, |name| {
+                driver.rollout.header().name == name
+            })
+        };
+        let Some(driver) = self.leading().find(is_meant) else {
             return;
         };
-        let (id, rollout) = (driver.id, &driver.rollout);
+        let (id, rollout) = (driver.id, driver.rollout.clone());
+        let name = rollout.header().name.clone();
+        if deed == Deed::Hurry {
+            self.act(Deed::Pause, Some(&name));
+            let resume = self.rng.u64(1..2_000);
+            let undo = self.rng.u64(1..1_000);
+            self.schedule(resume, Event::Deed(Deed::Resume, Some(name.clone())));
+            self.schedule(resume + undo, Event::Deed(Deed::Undo, Some(name)));
+            return;
+        }
         let members = rollout.members();
         let index = self.rng.usize(0..members.len());
         let command = match deed {
@@ -89,34 +100,42 @@ impl World {
             },
             Deed::Hold | Deed::Decide | Deed::Hurry => return,
         };
-        self.trace(|| format!("a person asks for {deed:?}"));
+        self.trace(|| format!("a person asks for {deed:?} of {name}"));
         self.input(id, Input::Command(command));
     }
 
     /// Forgets the guests that no driver can find.
     pub fn forget_lost(&mut self) {
-        let Some(driver) = self.leader.and_then(|id| self.drivers.get(&id)) else {
-            return;
-        };
-        let (id, members) = (driver.id, driver.rollout.members().iter().enumerate());
-        let is_lost = |member: &Member| {
-            self.lost.contains(&member.guest) && matches!(member.state, State::Releasing { .. })
-        };
-        let lost = members.filter(|(_, member)| is_lost(member));
-        let lost: Vec<usize> = lost.map(|(index, _)| index).collect();
-        for member in lost {
+        let mut lost = Vec::new();
+        for driver in self.leading() {
+            let name = &driver.rollout.header().name;
+            for (index, member) in driver.rollout.members().iter().enumerate() {
+                let is_lost = self.lost.contains(&(name.clone(), member.guest.clone()));
+                if is_lost && matches!(member.state, State::Releasing { .. }) {
+                    lost.push((driver.id, index));
+                }
+            }
+        }
+        for (id, member) in lost {
             self.count("guest lost, and forgotten");
             self.input(id, Input::Command(Command::Forget { member }));
         }
     }
 
-    /// Starts or resumes the rollout, so that it runs unless it reverts.
+    /// Starts or resumes the rollouts, so that they run unless they revert.
     pub fn run_on(&mut self) {
-        let driver = self.leader.and_then(|id| self.drivers.get(&id));
-        match driver.map(|driver| driver.rollout.header().phase) {
-            Some(Phase::Planned) => self.act(Deed::Start),
-            Some(Phase::Paused) => self.act(Deed::Resume),
-            _ => {}
+        let deed = |driver: &Driver| {
+            let header = driver.rollout.header();
+            let deed = match header.phase {
+                Phase::Planned => Deed::Start,
+                Phase::Paused => Deed::Resume,
+                _ => return None,
+            };
+            Some((deed, header.name.clone()))
+        };
+        let deeds: Vec<(Deed, String)> = self.leading().filter_map(deed).collect();
+        for (deed, name) in deeds {
+            self.act(deed, Some(&name));
         }
     }
 }

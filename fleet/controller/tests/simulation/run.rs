@@ -10,9 +10,11 @@ use patchbay_fleet::rollout::{
     AfterReboot, AgentLimits, Caps, Claim, ErrorsOf, Freeze, Header, KeySet, Member, Millis,
     OnFailure, Phase, Plan, Policy, Rollout, State, Want, Wave, WaveGate, WaveGateKind,
 };
+use patchbay_fleet::spec::Spec;
 use patchbay_fleet::storage;
 use patchbay_fleet::store::commit_all;
 
+use super::driver::Driver;
 use super::faults::{HOSTS, WINDOW, WORLD_FAULTS};
 use super::guest::{CREATED, Guest, KEYS};
 use super::people::Deed;
@@ -22,6 +24,8 @@ const SPEC: &str =
     "selector: {guests: [\"*\"]}\nclaims: [{want: on, keys: [alpha]}]\nwaves: [{size: rest}]\n";
 /// The time after which everything is at rest: the longest delay of a repeat, and of a check.
 const REST: Millis = 1_000_000;
+/// The time after which a person plans again.
+const PLAN_RETRY: Millis = 5_000;
 /// The time in which an undo ends.
 const UNDO: Millis = 1_000_000;
 
@@ -69,13 +73,36 @@ impl World {
             self.guests[guests].is_namesake = true;
         }
         self.register();
-        let (header, members) = self.draw_rollout(guests);
-        let mut rollout = Rollout::new(header, members);
-        let fence = self.new_fence();
-        let writes = storage::planned(&mut rollout, SPEC).expect("it is small");
-        let saved = commit_all(self.store.as_ref(), &fence, &writes);
-        self.runtime.block_on(saved).expect("the store is reached");
         self.elect();
+        self.plan(0);
+    }
+
+    /// Plans a rollout, as `Leadership::plan` does, but although another one may change its keys.
+    pub fn plan(&mut self, number: usize) {
+        let name = format!("r{number}");
+        let is_planned = |driver: &Driver| driver.rollout.header().name == name;
+        if self.leading().any(is_planned) {
+            return;
+        }
+        let Some((term, fence)) = self.leader_fence() else {
+            self.schedule(PLAN_RETRY, Event::Plan(number));
+            return;
+        };
+        let Some((header, members)) = self.draw_rollout(number) else {
+            return;
+        };
+        let mut rollout = Rollout::new(header, members);
+        let earlier = storage::header_deletion(&name);
+        let writes = storage::planned(&mut rollout, SPEC).expect("it is small");
+        for writes in [vec![earlier], writes] {
+            self.let_store_fail();
+            let saved = commit_all(self.store.as_ref(), &fence, &writes);
+            if self.runtime.block_on(saved).is_err() {
+                self.schedule(PLAN_RETRY, Event::Plan(number));
+                return;
+            }
+        }
+        self.start_driver(term, rollout, Spec::parse(SPEC).expect("a spec"));
     }
 
     fn add_guest(&mut self, name: &str, host: &str, folder: &Path) {
@@ -94,8 +121,20 @@ impl World {
         self.claim_early(self.guests.len() - 1);
     }
 
-    fn draw_rollout(&mut self, guests: usize) -> (Header, Vec<Member>) {
-        let boots: Vec<String> = (0..guests).map(|index| self.boot_of(index)).collect();
+    /// Returns a rollout over the guests that answer; `None` if there are none. Later rollouts do
+    /// not change all of them.
+    fn draw_rollout(&mut self, number: usize) -> Option<(Header, Vec<Member>)> {
+        let mut guests = Vec::new();
+        for index in 0..self.guests.len() {
+            let guest = &self.guests[index];
+            let answers = !guest.is_namesake && guest.host.is_some() && guest.is_served();
+            if answers && (number == 0 || self.rng.u32(0..4) > 0) {
+                guests.push((index, self.boot_of(index)));
+            }
+        }
+        if guests.is_empty() {
+            return None;
+        }
         let wants = [Want::On, Want::Off, Want::Held];
         let mut claims = Vec::new();
         for key in KEYS {
@@ -109,19 +148,23 @@ impl World {
         }
         let keys = u32::try_from(claims.len()).expect("few");
         let set = Arc::new(KeySet::new(claims, vec![]));
-        let member = |(guest, boot): (&Guest, &String)| Member {
-            domain: guest.home.clone(),
-            plan: Plan {
-                keys,
-                sites: keys,
-                predicted_pause_us: 20,
-                left_out: vec![],
-                set: Arc::clone(&set),
-            },
-            boot: boot.clone(),
-            ..Member::new(&guest.home, &guest.name)
+        let member = |(index, boot): (usize, String)| {
+            let guest = &self.guests[index];
+            Member {
+                domain: guest.home.clone(),
+                plan: Plan {
+                    keys,
+                    sites: keys,
+                    predicted_pause_us: 20,
+                    left_out: vec![],
+                    set: Arc::clone(&set),
+                },
+                boot,
+                ..Member::new(&guest.home, &guest.name)
+            }
         };
-        let members: Vec<Member> = self.guests.iter().zip(&boots).map(member).collect();
+        let members: Vec<Member> = guests.into_iter().map(member).collect();
+        let guests = members.len();
         let mut waves = Vec::new();
         let mut first = 0;
         while first < guests {
@@ -138,16 +181,17 @@ impl World {
             first += count;
         }
         let header = Header {
-            name: "r".to_owned(),
+            name: format!("r{number}"),
             digest: "d".to_owned(),
             waves,
             policy: self.draw_policy(),
-            created: CREATED,
+            created: if number == 0 { CREATED } else { self.now },
             members: guests,
-            run: "0".to_owned(),
+            // A rollout that is planned again after an error of the store has another owner.
+            run: format!("{:x}", self.rng.u64(..)),
             ..Header::default()
         };
-        (header, members)
+        Some((header, members))
     }
 
     /// Returns a guest's boot, as a validation tells it.
@@ -222,8 +266,16 @@ impl World {
 
     fn play(&mut self) {
         let begin = self.now;
-        let start = self.rng.u64(100..5_000);
-        self.schedule(start, Event::Deed(Deed::Start));
+        for number in 0..[1, 2, 2, 3][self.rng.usize(0..4)] {
+            let plan = if number == 0 {
+                0
+            } else {
+                self.rng.u64(0..WINDOW)
+            };
+            let start = plan + self.rng.u64(100..5_000);
+            self.schedule(plan, Event::Plan(number));
+            self.schedule(start, Event::Deed(Deed::Start, Some(format!("r{number}"))));
+        }
         let kinds = self.rng.u32(0..1 << WORLD_FAULTS.len());
         let most = [4, 12, 40][self.rng.usize(0..3)];
         for _ in 0..self.rng.u32(0..most) {
@@ -253,29 +305,40 @@ impl World {
         for _ in 0..self.rng.u32(0..12) {
             let deed = DEEDS[self.rng.usize(0..DEEDS.len())];
             let at = self.rng.u64(0..WINDOW);
-            self.schedule(at, Event::Deed(deed));
+            self.schedule(at, Event::Deed(deed, None));
         }
         self.run_until(begin + WINDOW);
         self.calm();
         self.run_until(self.now + 2);
         self.run_on();
         self.rest(REST);
-        let rollout = self.stored();
-        self.check_rest(&rollout);
-        if !matches!(rollout.header().phase, Phase::Planned) {
-            self.act(Deed::Undo);
-            self.rest(UNDO);
-            self.forget_lost();
-            self.run_until(self.now + 1_000);
-            let rollout = self.stored();
-            let phase = rollout.header().phase;
-            let states: Vec<&State> = rollout.members().iter().map(|one| &one.state).collect();
-            assert!(
-                matches!(phase, Phase::Ended(_)),
-                "the undo does not end: {phase:?}, {states:?}"
-            );
-            self.check_rest(&rollout);
+        let rollouts = self.stored();
+        self.check_rest(&rollouts);
+        let is_started = |rollout: &&Rollout| rollout.header().phase != Phase::Planned;
+        let started = rollouts.iter().filter(is_started);
+        let mut names: Vec<String> = started.map(|one| one.header().name.clone()).collect();
+        self.rng.shuffle(&mut names);
+        for name in names {
+            self.undo(&name);
         }
+    }
+
+    /// Undoes a rollout. The claims of the others decide then.
+    fn undo(&mut self, name: &str) {
+        self.act(Deed::Undo, Some(name));
+        self.rest(UNDO);
+        self.forget_lost();
+        self.run_until(self.now + 1_000);
+        let rollouts = self.stored();
+        let mut named = rollouts.iter().filter(|one| one.header().name == name);
+        let rollout = named.next().expect("it is stored");
+        let phase = rollout.header().phase;
+        let states: Vec<&State> = rollout.members().iter().map(|one| &one.state).collect();
+        assert!(
+            matches!(phase, Phase::Ended(_)),
+            "the undo of {name} does not end: {phase:?}, {states:?}"
+        );
+        self.check_rest(&rollouts);
     }
 
     /// Runs on for this time, and until every request has reached its host.
@@ -286,14 +349,11 @@ impl World {
         }
     }
 
-    /// Returns the rollout that is stored.
-    fn stored(&mut self) -> Rollout {
-        let loaded = self.runtime.block_on(storage::load(
-            self.store.as_ref(),
-            &storage::RecordKeys::default(),
-        ));
-        let mut loaded = loaded.expect("the store is reached");
-        assert_eq!(loaded.unreadable, [], "every record can be read");
-        loaded.rollouts.pop().expect("one rollout").0
+    /// Returns the rollouts that are stored, ordered by the times of their claims.
+    fn stored(&mut self) -> Vec<Rollout> {
+        let loaded = self.load().into_iter();
+        let mut rollouts: Vec<Rollout> = loaded.map(|(rollout, _)| rollout).collect();
+        rollouts.sort_by_key(|rollout| rollout.header().created);
+        rollouts
     }
 }

@@ -12,7 +12,7 @@ use patchbay_proto::v1::SetClaimsRequest;
 use tokio::runtime::Runtime;
 use tonic::Status;
 
-use super::driver::{Driver, Input};
+use super::driver::{Driver, Input, Term};
 use super::faults::{Rates, WorldFault};
 use super::guest::{CONTROLLER, Guest, Kill};
 use super::network::{self, Answer, Call, Network, Sent};
@@ -46,7 +46,10 @@ pub enum Event {
     /// The registry tells where the guests are.
     Register,
     Fault(WorldFault),
-    Deed(Deed),
+    /// A person acts on the rollout with this name, or on any.
+    Deed(Deed, Option<String>),
+    /// A person plans the rollout with this number.
+    Plan(usize),
 }
 
 pub struct World {
@@ -57,16 +60,19 @@ pub struct World {
     pub runtime: Runtime,
     pub store: Arc<MemoryStore>,
     pub network: Network,
+    /// The terms of replicas that lead, or do not know yet that they do not lead any more.
+    pub terms: BTreeMap<u32, Term>,
+    pub terms_made: u32,
+    pub leader: Option<u32>,
     pub drivers: BTreeMap<u32, Driver>,
     pub drivers_made: u32,
-    pub leader: Option<u32>,
     pub guests: Vec<Guest>,
     pub rates: Rates,
     /// No further faults happen.
     pub is_quiet: bool,
     pub oracle: Oracle,
-    /// The names of the guests that no driver can find.
-    pub lost: BTreeSet<String>,
+    /// The guests that no driver can find, by rollout and name.
+    pub lost: BTreeSet<(String, String)>,
     /// The drivers that wait for answers to calls.
     open: BTreeMap<u64, u32>,
     /// Requests that have not reached their hosts.
@@ -89,9 +95,11 @@ impl World {
             runtime: { runtime }.build().expect("a runtime"),
             store: Arc::default(),
             network: Network::default(),
+            terms: BTreeMap::new(),
+            terms_made: 0,
+            leader: None,
             drivers: BTreeMap::new(),
             drivers_made: 0,
-            leader: None,
             guests: Vec::new(),
             rates,
             is_quiet: false,
@@ -165,7 +173,8 @@ impl World {
             Event::Arrive(index, host) => self.arrive(index, host),
             Event::Register => self.register(),
             Event::Fault(fault) => self.strike(fault),
-            Event::Deed(deed) => self.act(deed),
+            Event::Deed(deed, rollout) => self.act(deed, rollout.as_deref()),
+            Event::Plan(number) => self.plan(number),
         }
     }
 
@@ -314,8 +323,9 @@ impl World {
         for (guest, hosts) in places {
             self.network.register(&guest, hosts);
         }
-        if let Some(leader) = self.leader {
-            self.input(leader, Input::Look);
+        let drivers: Vec<u32> = self.leading().map(|driver| driver.id).collect();
+        for driver in drivers {
+            self.input(driver, Input::Look);
         }
     }
 
@@ -349,11 +359,11 @@ impl World {
             self.serve(index);
         }
         self.register();
+        for term in self.terms.values_mut() {
+            term.stopped_until = term.stopped_until.min(self.now);
+        }
         let stopped: Vec<u32> = self.drivers.keys().copied().collect();
         for id in stopped {
-            if let Some(driver) = self.drivers.get_mut(&id) {
-                driver.stopped_until = self.now;
-            }
             self.schedule(1, Event::Drive(id));
         }
         if self.leader.is_none() {

@@ -7,6 +7,7 @@ use std::future::Future;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 
@@ -40,6 +41,8 @@ type Answer = Box<dyn FnMut(&[u8]) -> Result<Vec<u8>, Status> + Send>;
 #[derive(Clone, Default)]
 pub struct Fake {
     received: Arc<Mutex<Vec<Received>>>,
+    /// No further calls are recorded.
+    is_forgetful: Arc<AtomicBool>,
     answers: Arc<Mutex<HashMap<&'static str, Answer>>>,
     /// Methods that never answer. The sender is dropped when the method's client disconnects.
     hanging: Arc<Mutex<HashMap<&'static str, tokio::sync::oneshot::Sender<()>>>>,
@@ -91,6 +94,11 @@ impl Fake {
         self.answers.lock().expect("free").insert(method, answer);
     }
 
+    /// Records no further calls, because a measurement makes very many.
+    pub fn forget_calls(&self) {
+        self.is_forgetful.store(true, Ordering::Relaxed);
+    }
+
     /// Makes a method never answer. The receiver resolves when the call is cancelled.
     pub fn hang(&self, method: &'static str) -> tokio::sync::oneshot::Receiver<()> {
         let (sender, receiver) = tokio::sync::oneshot::channel();
@@ -125,12 +133,14 @@ impl Fake {
             .get(5..)
             .map(Bytes::copy_from_slice)
             .unwrap_or_default();
-        self.received.lock().expect("free").push(Received {
-            method: method.clone(),
-            uid,
-            headers: parts.headers,
-            message: message.clone(),
-        });
+        if !self.is_forgetful.load(Ordering::Relaxed) {
+            self.received.lock().expect("free").push(Received {
+                method: method.clone(),
+                uid,
+                headers: parts.headers,
+                message: message.clone(),
+            });
+        }
         let hanging = self.hanging.lock().expect("free").remove(method.as_str());
         if let Some(_until_dropped) = hanging {
             return std::future::pending().await;
