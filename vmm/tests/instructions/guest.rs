@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest that has the monitor's memory, but no vCPUs to stop.
+//! A guest that has memory, but no vCPUs to stop.
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use patchbay_attach::flat_view::{RamRange, Removal};
+use patchbay_attach::memory::{Access, AttachedRam};
+use patchbay_attach::process::Process;
 use patchbay_guest::console::Console;
 use patchbay_guest::guest::{Guest, GuestDescription, Machine, PausedGuest};
 use patchbay_guest::memory;
 use patchbay_guest::pause::PauseError;
 use patchbay_guest::testing::TestConsole;
 use patchbay_vmm::memory::GuestRam;
+use vm_memory::{FileOffset, MmapRegion};
 
 use super::callgrind;
 use super::kernel::MEMORY_BYTES;
@@ -17,21 +21,59 @@ use super::kernel::MEMORY_BYTES;
 /// Name of the part of the executor's count that ends when the guest resumes.
 pub const WINDOW: &str = "window";
 
+/// The way in which the service reaches the guest's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Memory {
+    /// It is the memory of our monitor, whose vCPUs' RIPs are known.
+    Own,
+    /// It belongs to another monitor, which this process also plays, and is its file.
+    File,
+    /// It belongs to another monitor, which this process also plays, and is read and written by
+    /// system calls.
+    Process,
+}
+
 pub struct MemoryGuest {
-    pub ram: GuestRam,
-    shared: memory::GuestRam,
+    ram: memory::GuestRam,
+    knows_rips: bool,
     console: TestConsole,
+    /// The memory of the other monitor.
+    _other: Option<MmapRegion>,
 }
 
 impl MemoryGuest {
-    pub fn new() -> Self {
-        let ram = GuestRam::new(MEMORY_BYTES).expect("memory");
+    pub fn new(memory: Memory) -> Self {
+        let (ram, other): (memory::GuestRam, _) = match memory {
+            Memory::Own => (Arc::new(GuestRam::new(MEMORY_BYTES).expect("memory")), None),
+            Memory::File => attached(Access::File),
+            Memory::Process => attached(Access::Process),
+        };
         Self {
-            shared: Arc::new(ram.clone()),
             ram,
+            knows_rips: memory == Memory::Own,
             console: TestConsole::default(),
+            _other: other,
         }
     }
+}
+
+/// Returns memory that an attacher reaches, and the mapping of it that the guest's monitor has.
+fn attached(access: Access) -> (memory::GuestRam, Option<MmapRegion>) {
+    let file = tempfile::tempfile().expect("a file");
+    file.set_len(MEMORY_BYTES).expect("room");
+    let size = usize::try_from(MEMORY_BYTES).expect("small");
+    let map = MmapRegion::from_file(FileOffset::new(file, 0), size).expect("a mapping");
+    let process = Process::open(std::process::id()).expect("this process");
+    let range = RamRange {
+        addresses: 0..MEMORY_BYTES,
+        backend: "ram".to_owned(),
+        offset: 0,
+        removal: Removal::Never,
+    };
+    let host_address = |address| Ok(map.as_ptr() as u64 + address);
+    let ram = AttachedRam::open(&process, vec![range], access, host_address).expect("memory");
+    assert_eq!(ram.is_mapped(), access == Access::File);
+    (Arc::new(ram), Some(map))
 }
 
 impl Machine for MemoryGuest {
@@ -65,16 +107,20 @@ impl Guest for MemoryGuest {
     type Paused<'a> = Stopped;
 
     fn ram(&self) -> &memory::GuestRam {
-        &self.shared
+        &self.ram
     }
 
     fn pause(&self, _: Duration) -> Result<Stopped, PauseError> {
         callgrind::end_part(c"before the window");
-        Ok(Stopped)
+        Ok(Stopped {
+            knows_rips: self.knows_rips,
+        })
     }
 }
 
-pub struct Stopped;
+pub struct Stopped {
+    knows_rips: bool,
+}
 
 impl Drop for Stopped {
     fn drop(&mut self) {
@@ -85,11 +131,11 @@ impl Drop for Stopped {
 impl PausedGuest for Stopped {
     fn rips(&self) -> Option<&[u64]> {
         // A guest with one vCPU has one RIP. This one is in user space.
-        Some(&[0x1000])
+        self.knows_rips.then_some(&[0x1000])
     }
 
     fn breakpoint_pending(&self) -> Option<bool> {
-        Some(false)
+        self.knows_rips.then_some(false)
     }
 
     fn stop_time(&self) -> Duration {
