@@ -15,7 +15,7 @@ use tonic::{Code, Status};
 use super::claims::{self, Claims};
 use super::kernel::{self, Kernel};
 use super::served::{Served, Setup, counted};
-use super::trace::{self, Agent};
+use super::trace::{self, Agent, Player};
 
 /// The number of uncounted turns before the counted one. A turn turns the keys on and off.
 const WARM_UP: usize = 3;
@@ -57,7 +57,7 @@ impl Call {
     pub fn flipped(self, kernel: Kernel) -> u64 {
         match self {
             Self::Nothing | Self::UnknownName | Self::Stale | Self::ClosedGate | Self::Events => 0,
-            Self::Claims(Claims::Again) => 0,
+            Self::Claims(Claims::Again | Claims::Empty) => 0,
             Self::Names { count, .. } => count * kernel.sites,
             _ => kernel.keys * kernel.sites,
         }
@@ -81,10 +81,11 @@ impl Call {
 
 /// Performs a call: uncounted turns, and two counted ones, of which one turns the keys on.
 pub async fn perform(setup: Setup, call: Call) {
+    let player = setup.agent.then(Player::start);
     let served = Served::start(setup).await;
-    let agent = match call.needs_agent() {
-        true => Some(Agent::connect(&served, setup.kernel).await),
-        false => None,
+    let agent = match player {
+        Some(player) => Some(Agent::connect(player, &served, setup.kernel).await),
+        None => None,
     };
     let warm_up = call.warm_up(setup.kernel);
     let mut caller = Caller {
@@ -104,7 +105,7 @@ pub async fn perform(setup: Setup, call: Call) {
             };
             // Counting the sites of every turn would take most of the time.
             if is_counted {
-                let jumps = kernel::jumps(&*served.ram, setup.kernel);
+                let jumps = kernel::jumps(&*served.service.ram, setup.kernel);
                 assert_eq!(jumps as u64, on, "sites that jump");
             }
         }
@@ -188,10 +189,10 @@ impl Caller<'_> {
         let mut guest = self.guest();
         let pause = guest.pause_guest(PauseGuestRequest::default()).await;
         pause.expect("the guest is paused");
-        kernel::set_text_mutex(&*self.served.ram, 0x1000);
+        kernel::set_text_mutex(&*self.served.service.ram, 0x1000);
         let answer = counted(is_counted, self.keys().commit_update(commit)).await;
         refused(answer, Code::Unavailable);
-        kernel::set_text_mutex(&*self.served.ram, 0);
+        kernel::set_text_mutex(&*self.served.service.ram, 0);
         let resume = guest.resume_guest(ResumeGuestRequest::default()).await;
         resume.expect("the guest is resumed");
     }

@@ -17,6 +17,8 @@ pub enum Claims {
     Again,
     /// Ends the claims, so that the keys are off again.
     Clear,
+    /// Claims nothing, as before.
+    Empty,
 }
 
 pub struct Turn {
@@ -30,9 +32,16 @@ impl Turn {
     pub async fn perform(mut self, claims: Claims, generation: &mut u64) -> Option<FlipReport> {
         let mut report = None;
         let keys = self.kernel.keys;
-        let again = (claims == Claims::Again).then_some((Claims::Again, keys));
-        let steps = [Some((Claims::Set, keys)), again, Some((Claims::Clear, 0))];
-        for (step, count) in steps.into_iter().flatten() {
+        let steps: &[(Claims, u64)] = match claims {
+            Claims::Set | Claims::Clear => &[(Claims::Set, keys), (Claims::Clear, 0)],
+            Claims::Again => &[
+                (Claims::Set, keys),
+                (Claims::Again, keys),
+                (Claims::Clear, 0),
+            ],
+            Claims::Empty => &[(Claims::Empty, 0)],
+        };
+        for &(step, count) in steps {
             *generation += 1;
             let request = request(count, *generation);
             let is_counted = self.is_counted && step == claims;
@@ -50,6 +59,7 @@ fn request(count: u64, generation: u64) -> SetClaimsRequest {
     let claim = |key| KeyClaim {
         key: Kernel::name(key),
         want: ClaimWant::On.into(),
+        ..Default::default()
     };
     SetClaimsRequest {
         owner: "rollout/instructions".to_owned(),

@@ -4,19 +4,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use patchbay_attach::flat_view::{RamRange, Removal};
-use patchbay_attach::memory::{Access, AttachedRam};
-use patchbay_attach::process::Process;
+use patchbay_attach::memory::Access;
 use patchbay_guest::console::Console;
 use patchbay_guest::guest::{Guest, GuestDescription, Machine, PausedGuest};
 use patchbay_guest::memory;
 use patchbay_guest::pause::PauseError;
 use patchbay_guest::testing::TestConsole;
 use patchbay_vmm::memory::GuestRam;
-use vm_memory::{FileOffset, MmapRegion};
 
 use super::callgrind;
 use super::kernel::MEMORY_BYTES;
+use super::monitor::Monitor;
 
 /// Name of the part of the executor's count that ends when the guest resumes.
 pub const WINDOW: &str = "window";
@@ -26,10 +24,9 @@ pub const WINDOW: &str = "window";
 pub enum Memory {
     /// It is the memory of our monitor, whose vCPUs' RIPs are known.
     Own,
-    /// It belongs to another monitor, which this process also plays, and is its file.
+    /// It belongs to another monitor, and is its file.
     File,
-    /// It belongs to another monitor, which this process also plays, and is read and written by
-    /// system calls.
+    /// It belongs to another monitor, and is read and written by system calls.
     Process,
 }
 
@@ -37,16 +34,17 @@ pub struct MemoryGuest {
     ram: memory::GuestRam,
     knows_rips: bool,
     console: TestConsole,
-    /// The memory of the other monitor.
-    _other: Option<MmapRegion>,
+    /// The other monitor.
+    _other: Option<Monitor>,
 }
 
 impl MemoryGuest {
     pub fn new(memory: Memory) -> Self {
-        let (ram, other): (memory::GuestRam, _) = match memory {
-            Memory::Own => (Arc::new(GuestRam::new(MEMORY_BYTES).expect("memory")), None),
-            Memory::File => attached(Access::File),
-            Memory::Process => attached(Access::Process),
+        let other = (memory != Memory::Own).then(Monitor::start);
+        let ram: memory::GuestRam = match &other {
+            None => Arc::new(GuestRam::new(MEMORY_BYTES).expect("memory")),
+            Some(other) if memory == Memory::File => Arc::new(other.memory(Access::File)),
+            Some(other) => Arc::new(other.memory(Access::Process)),
         };
         Self {
             ram,
@@ -55,25 +53,6 @@ impl MemoryGuest {
             _other: other,
         }
     }
-}
-
-/// Returns memory that an attacher reaches, and the mapping of it that the guest's monitor has.
-fn attached(access: Access) -> (memory::GuestRam, Option<MmapRegion>) {
-    let file = tempfile::tempfile().expect("a file");
-    file.set_len(MEMORY_BYTES).expect("room");
-    let size = usize::try_from(MEMORY_BYTES).expect("small");
-    let map = MmapRegion::from_file(FileOffset::new(file, 0), size).expect("a mapping");
-    let process = Process::open(std::process::id()).expect("this process");
-    let range = RamRange {
-        addresses: 0..MEMORY_BYTES,
-        backend: "ram".to_owned(),
-        offset: 0,
-        removal: Removal::Never,
-    };
-    let host_address = |address| Ok(map.as_ptr() as u64 + address);
-    let ram = AttachedRam::open(&process, vec![range], access, host_address).expect("memory");
-    assert_eq!(ram.is_mapped(), access == Access::File);
-    (Arc::new(ram), Some(map))
 }
 
 impl Machine for MemoryGuest {

@@ -15,7 +15,10 @@
 //! call does not depend on their number, on the size of the table or on the number of guests
 //! ([`scale`]).
 //!
-//! `cargo xtask bench instructions` prints the table. With `baseline` it also writes the baseline.
+//! The memory that a guest at rest takes on the host is compared too ([`memory`]).
+//!
+//! The test leaves out the rows that take long ([`rows::Row::is_tested`]). The command
+//! `cargo xtask bench instructions` counts all rows, compares them and prints the table. With `baseline` it also writes the baseline.
 //! With `profile ROW` it prints only the functions that execute most instructions in one row.
 
 mod callgrind;
@@ -40,6 +43,8 @@ mod engine;
 mod guest;
 #[path = "../../benches/sites/kernel.rs"]
 mod kernel;
+mod memory;
+mod monitor;
 mod node;
 mod rows;
 mod scale;
@@ -49,6 +54,7 @@ mod trace;
 use callgrind::Program;
 use conditions::{Comparable, Conditions};
 use costs::Cost;
+use memory::Use;
 use rows::{ROWS, Row};
 use scale::GROUPS;
 
@@ -66,7 +72,9 @@ const TEST: &str = "no_call_costs_noticeably_more_or_less_than_the_baseline";
 fn no_call_costs_noticeably_more_or_less_than_the_baseline() {
     match std::env::var(callgrind::ROW).as_deref() {
         Ok(conditions::ROW) => return Conditions::here().print(),
+        Ok(monitor::ROW) => return monitor::run(),
         Ok(node::ROW) => return node::serve_guests(),
+        Ok(name) if memory::perform(name) => return,
         Ok(name) => return rows::named(name).perform(),
         Err(_) => {}
     }
@@ -83,19 +91,26 @@ fn no_call_costs_noticeably_more_or_less_than_the_baseline() {
     let conditions = program.conditions();
     if std::env::var_os(UPDATE).is_some() {
         let costs = costs_of(ROWS, |row| costs::measure(&program, row));
-        print(&costs);
-        costs::write_baseline(&conditions, &costs);
+        let uses = uses_of(memory::ROWS);
+        print(&costs, &uses);
+        costs::write_baseline(&conditions, &costs, &uses);
         return assert_flat(&costs);
     }
+    let counts_all = std::env::var_os(TABLE).is_some();
+    let wanted = ROWS.iter().filter(|row| counts_all || row.is_tested());
+    let measured = memory::ROWS.iter();
+    let measured = measured.filter(|row| counts_all || row.is_tested);
     match costs::comparable(&conditions) {
         Comparable::Yes => {
             let mut differences = Vec::new();
-            let costs = costs_of(ROWS, |row| {
+            let costs = costs_of(wanted, |row| {
                 let (cost, of_row) = costs::compare(&program, row);
                 differences.extend(of_row);
                 cost
             });
-            print(&costs);
+            let uses = uses_of(measured);
+            print(&costs, &uses);
+            differences.extend(uses.iter().filter_map(|(name, of)| of.difference(name)));
             let unknown = costs::unknown_rows().map(|row| format!("{row}: there is no such row"));
             differences.extend(unknown);
             assert!(
@@ -107,7 +122,8 @@ fn no_call_costs_noticeably_more_or_less_than_the_baseline() {
             assert_flat(&costs);
         }
         Comparable::Outdated(difference) => {
-            print(&costs_of(ROWS, |row| Cost::of(&program, row)));
+            let costs = costs_of(wanted, |row| Cost::of(&program, row));
+            print(&costs, &uses_of(measured));
             panic!(
                 "the baseline is outdated: {difference}\nWrite a new one: \
                  `cargo xtask bench instructions baseline`"
@@ -115,12 +131,11 @@ fn no_call_costs_noticeably_more_or_less_than_the_baseline() {
         }
         Comparable::Elsewhere(difference) => {
             // The scale can be judged on any machine.
-            let prints = std::env::var_os(TABLE).is_some();
-            let is_wanted = |row: &Row| prints || GROUPS.iter().any(|group| group.has(row.name));
-            let wanted = ROWS.iter().filter(|row| is_wanted(row));
+            let of_scale = |row: &Row| GROUPS.iter().any(|group| group.has(row.name));
+            let wanted = wanted.filter(|row| counts_all || of_scale(row));
             let costs = costs_of(wanted, |row| Cost::of(&program, row));
-            if prints {
-                print(&costs);
+            if counts_all {
+                print(&costs, &uses_of(measured));
             }
             assert_flat(&costs);
             println!(
@@ -146,8 +161,18 @@ fn costs_of(
     rows.into_iter().map(counted).collect()
 }
 
-fn print(costs: &Costs) {
-    println!("{}\n{}", costs::table(costs), scale::table(costs));
+fn uses_of(rows: impl IntoIterator<Item = &'static memory::Row>) -> Vec<(&'static str, Use)> {
+    let measured = |row: &'static memory::Row| (row.name, memory::measure(row));
+    rows.into_iter().map(measured).collect()
+}
+
+fn print(costs: &Costs, uses: &[(&str, Use)]) {
+    println!(
+        "{}\n{}\n{}",
+        costs::table(costs),
+        scale::table(costs),
+        memory::table(uses)
+    );
 }
 
 fn assert_flat(costs: &Costs) {

@@ -48,16 +48,27 @@ pub struct Setup {
     pub agent: bool,
 }
 
-/// A guest that is served on a socket, and a client.
-pub struct Served {
+impl Setup {
+    /// Returns the setup of a guest of our monitor.
+    pub const fn new(kernel: Kernel, tables: Tables) -> Self {
+        Self {
+            kernel,
+            tables,
+            memory: Memory::Own,
+            agent: false,
+        }
+    }
+}
+
+/// A guest that is served on a socket.
+pub struct Service {
     pub ram: GuestRam,
-    pub channel: Channel,
     pub folder: tempfile::TempDir,
 }
 
-impl Served {
+impl Service {
     /// Starts the executor's thread and then the API's.
-    pub async fn start(setup: Setup) -> Self {
+    pub fn start(setup: Setup) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let registry = Arc::new(Registry::new(Limits::default()));
         let guest = Arc::new(MemoryGuest::new(setup.memory));
@@ -76,17 +87,41 @@ impl Served {
                 registry.register_kernel(tables).expect("taken");
             }
         }
-        let socket = folder.path().join("api.sock");
-        let listener = ApiSocket::bind(&socket).expect("a socket");
+        let listener = ApiSocket::bind(&socket(folder.path())).expect("a socket");
         let agent = setup.agent.then(|| agent_socket(folder.path()));
         let agent = agent.map(|path| AgentSocket::bind(&path).expect("a socket"));
         std::thread::spawn(move || serve(keys, listener, agent));
-        Self {
-            ram,
-            channel: connect(&socket).await,
-            folder,
-        }
+        Self { ram, folder }
     }
+
+    /// Returns the path of the API's socket.
+    pub fn socket(&self) -> PathBuf {
+        socket(self.folder.path())
+    }
+}
+
+fn socket(folder: &Path) -> PathBuf {
+    folder.join("api.sock")
+}
+
+/// A guest that is served on a socket, and a client.
+pub struct Served {
+    pub service: Service,
+    pub channel: Channel,
+}
+
+impl Served {
+    pub async fn start(setup: Setup) -> Self {
+        let service = Service::start(setup);
+        let channel = connect(&service.socket()).await;
+        Self { service, channel }
+    }
+}
+
+/// Returns a runtime on this thread.
+pub fn runtime() -> tokio::runtime::Runtime {
+    let mut builder = tokio::runtime::Builder::new_current_thread();
+    builder.enable_all().build().expect("a runtime")
 }
 
 /// Returns the path of the vsock device of the guest.
@@ -131,11 +166,7 @@ fn line(number: u32) -> DebugLine {
 
 /// Serves as the monitor does: on one thread with its own runtime.
 fn serve(keys: Keys, socket: ApiSocket, agent: Option<AgentSocket>) {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .expect("a runtime");
-    runtime.block_on(async {
+    runtime().block_on(async {
         let guests = Guests::default();
         let tracing = Tracing {
             agent,
@@ -174,7 +205,7 @@ pub async fn counted<T>(is_counted: bool, call: impl Future<Output = T>) -> T {
 /// Waits until the other threads have finished their work for a call: none of them is runnable, and
 /// none has run between two checks. Valgrind runs one thread at a time, so the others run while
 /// this one sleeps.
-fn settle() {
+pub fn settle() {
     let mut before = None;
     loop {
         let now = sleeping();
@@ -184,6 +215,16 @@ fn settle() {
         before = now;
         std::thread::sleep(LOOK);
     }
+}
+
+/// Waits until another thread has worked and has finished.
+pub fn settle_after_work() {
+    settle();
+    let before = sleeping();
+    while sleeping() == before {
+        std::thread::sleep(LOOK);
+    }
+    settle();
 }
 
 /// Returns the number of context switches of each other thread; `None` if one of them does not

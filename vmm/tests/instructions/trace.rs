@@ -3,6 +3,7 @@
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
 
 use patchbay_observe::trace::Page;
@@ -35,6 +36,47 @@ const PAGE: usize = 4096;
 const ID: u16 = 259;
 /// The number of times that the pages are sent in one turn.
 const REPEATED: usize = 20;
+
+/// The thread that plays the agent. It is started before those of the service, so that its number
+/// is known.
+pub struct Player(Sender<Connected>);
+
+impl Player {
+    pub fn start() -> Self {
+        let (sender, connected) = channel::<Connected>();
+        std::thread::spawn(move || {
+            if let Ok(connected) = connected.recv() {
+                connected.answer();
+            }
+        });
+        Self(sender)
+    }
+}
+
+/// A connection of the agent to the service.
+struct Connected {
+    reader: UnixStream,
+    writer: Arc<Mutex<UnixStream>>,
+    credit: Arc<Credit>,
+    kernel: Kernel,
+}
+
+impl Connected {
+    /// Answers questions until the service closes the connection.
+    fn answer(mut self) {
+        while let Some(question) = receive(&mut self.reader) {
+            let Some(message) = question.message else {
+                continue;
+            };
+            if let Question::Credit(credit) = &message {
+                self.credit.grant(credit.bytes);
+            }
+            if let Some(message) = answer(message, self.kernel) {
+                send(&self.writer, question.id, message);
+            }
+        }
+    }
+}
 
 /// The connection of the agent.
 pub struct Agent {
@@ -76,8 +118,8 @@ pub fn forwarded() -> usize {
 
 impl Agent {
     /// Connects the agent, arms the events of all tracepoints, and streams those of the first.
-    pub async fn connect(served: &Served, kernel: Kernel) -> Self {
-        let path = socket_path(&agent_socket(served.folder.path()));
+    pub async fn connect(player: Player, served: &Served, kernel: Kernel) -> Self {
+        let path = socket_path(&agent_socket(served.service.folder.path()));
         let mut reader = UnixStream::connect(path).expect("the service listens");
         let writer = reader.try_clone().expect("a descriptor");
         let connection = Arc::new(Mutex::new(writer));
@@ -91,20 +133,13 @@ impl Agent {
         send(&connection, 0, Answer::Hello(hello));
         let welcome = receive(&mut reader).and_then(|question| question.message);
         assert!(matches!(welcome, Some(Question::Welcome(_))), "{welcome:?}");
-        let (answers, granted) = (Arc::clone(&connection), Arc::clone(&credit));
-        std::thread::spawn(move || {
-            while let Some(question) = receive(&mut reader) {
-                let Some(message) = question.message else {
-                    continue;
-                };
-                if let Question::Credit(credit) = &message {
-                    granted.grant(credit.bytes);
-                }
-                if let Some(message) = answer(message, kernel) {
-                    send(&answers, question.id, message);
-                }
-            }
-        });
+        let connected = Connected {
+            reader,
+            writer: Arc::clone(&connection),
+            credit: Arc::clone(&credit),
+            kernel,
+        };
+        player.0.send(connected).expect("the thread waits");
         let mut tracepoints = TracepointsServiceClient::new(served.channel.clone());
         let arm = ArmTracepointsRequest {
             patterns: vec!["sched:*".to_owned()],
