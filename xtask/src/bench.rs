@@ -10,8 +10,6 @@ use crate::{cargo, guest, host, lab, stock};
 /// The needs of a benchmark. It runs in the lab if this machine's KVM does not suffice.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Needs {
-    /// A stock kernel, QEMU without KVM, and valgrind.
-    Callgrind,
     /// KVM for bare-metal guests.
     BareMetal,
     /// KVM for Linux guests, the guest's kernel, a stock kernel, and QEMU to compare with.
@@ -63,13 +61,6 @@ const BENCHES: &[Bench] = &[
         needs: Needs::Linux,
     },
     Bench {
-        name: "discovery",
-        about: "instructions of the discovery of a stock kernel, by step",
-        package: "patchbay-tests",
-        target: "discovery",
-        needs: Needs::Callgrind,
-    },
-    Bench {
         name: "guest-cost",
         about: "what the series costs a kernel: its code, its boot, its speed",
         package: "patchbay-tests",
@@ -115,11 +106,6 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
     }
     let variables = match bench.needs {
         Needs::BareMetal => Vec::new(),
-        Needs::Callgrind => {
-            host::ensure_packages(host::LAB)?;
-            host::ensure_packages(host::VALGRIND)?;
-            vec![stock::cloud_6_12()?]
-        }
         Needs::Linux => {
             host::ensure_packages(host::LAB)?;
             let mut variables = guest::prepare(&[])?;
@@ -159,7 +145,6 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
     }
     let kvm = host::Kvm::probe();
     let here = match bench.needs {
-        Needs::Callgrind => true,
         Needs::BareMetal => kvm.runs_bare_metal(),
         Needs::Linux | Needs::Kernels => kvm.runs_linux(),
     };

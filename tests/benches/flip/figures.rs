@@ -27,12 +27,6 @@ impl Samples {
             .unwrap_or_default()
     }
 
-    /// Returns the median in microseconds. They are thousands of instructions if the clock counts
-    /// instructions.
-    pub fn thousands(&self) -> f64 {
-        self.percentile(50).as_secs_f64() * 1e6
-    }
-
     /// Returns the ratio of the medians of `self` and `other`.
     pub fn times(&self, other: &Self) -> f64 {
         self.percentile(50).as_secs_f64() / other.percentile(50).as_secs_f64()

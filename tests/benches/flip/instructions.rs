@@ -118,7 +118,7 @@ impl Row {
         let calls = self.host.call.len();
         let cell = |samples: &Samples| match samples.len() {
             0 => String::new(),
-            _ => format!("{:.0}", samples.thousands()),
+            _ => format!("{:.0}", samples.percentile(50).as_secs_f64() * 1e6),
         };
         let ratio = match self.itself.len() {
             0 => String::new(),

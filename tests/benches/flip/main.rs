@@ -12,8 +12,7 @@
 //! Run it as `cargo xtask bench flip [-- VCPUS… monitors]`; by default it measures 1, 2 and 4 vCPUs
 //! and all monitors. The lab has one CPU, so only ratios with 1 vCPU are meaningful there.
 //!
-//! `cargo xtask bench flip --instructions [monitors]` counts instructions instead, with 1 vCPU: of
-//! the same flips, or of all monitors.
+//! `cargo xtask bench flip --instructions` counts instructions instead, with 1 vCPU.
 
 mod figures;
 mod instructions;
@@ -142,10 +141,7 @@ async fn main() -> Result<()> {
     };
     let words: Vec<String> = std::env::args().collect();
     if words.iter().any(|word| word == "--instructions") {
-        return match words.iter().any(|word| word == "monitors") {
-            true => monitors::count().await,
-            false => instructions::measure().await,
-        };
+        return instructions::measure().await;
     }
     let mut counts: Vec<u32> = words.iter().filter_map(|word| word.parse().ok()).collect();
     let mut monitors = words.iter().any(|word| word == "monitors");

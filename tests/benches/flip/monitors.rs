@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Measures the same change of one stock kernel in our monitor, in QEMU stopped by QMP, and in QEMU
 //! with its vCPU threads frozen. The three take turns in one run.
-//!
-//! In a lab whose clocks count instructions, the times are thousands of instructions.
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
@@ -44,39 +42,19 @@ impl Column {
         &mut self,
         client: &StaticKeysServiceClient<Channel>,
         names: &[String],
-        rounds: usize,
     ) -> Result<()> {
         for (count, times) in COUNTS.into_iter().zip(&mut self.times) {
             let names = names.get(..count).context("too few keys")?;
             flip(client, names, WARM_UP, &mut HostTimes::default()).await?;
-            flip(client, names, rounds, times).await?;
+            flip(client, names, ROUNDS, times).await?;
         }
         Ok(())
     }
 }
 
-/// Measures times.
 pub async fn compare() -> Result<()> {
-    let measured = measure(TURNS, ROUNDS).await?;
-    if let Some((release, columns)) = measured {
-        print(&release, &columns);
-    }
-    Ok(())
-}
-
-/// Counts instructions. Equal changes execute nearly equal numbers, so one turn suffices.
-pub async fn count() -> Result<()> {
-    let measured = measure(1, ROUNDS).await?;
-    if let Some((release, columns)) = measured {
-        print_instructions(&release, &columns);
-    }
-    Ok(())
-}
-
-/// Returns the kernel's release and the columns; `None` without a kernel.
-async fn measure(turns: usize, rounds: usize) -> Result<Option<(String, Vec<Column>)>> {
     let Some(kernel) = StockKernel::named("6_12") else {
-        return Ok(None);
+        return Ok(());
     };
     let mut ours = Guest::stock(&kernel).boot().await?;
     let mut qemu = Qemu::stock(&kernel, &kernel.initramfs, &[])?;
@@ -88,8 +66,8 @@ async fn measure(turns: usize, rounds: usize) -> Result<Option<(String, Vec<Colu
 
     let mut columns: Vec<Column> = vec![Column::new("our monitor")];
     columns.extend(WAYS.map(|way| Column::new(format!("QEMU, {way}"))));
-    for _ in 0..turns {
-        columns[0].turn(&ours.static_keys(), &names, rounds).await?;
+    for _ in 0..TURNS {
+        columns[0].turn(&ours.static_keys(), &names).await?;
         for (column, way) in columns[1..].iter_mut().zip(WAYS) {
             qemu.attach(&kernel.cli, &["--pause", way]).await?;
             let mut client = StaticKeysServiceClient::new(connect(&qemu.socket()).await?);
@@ -97,13 +75,14 @@ async fn measure(turns: usize, rounds: usize) -> Result<Option<(String, Vec<Colu
                 lines(&mut client).await? == names,
                 "the guests do not have the same keys"
             );
-            let turn = column.turn(&client, &names, rounds).await;
+            let turn = column.turn(&client, &names).await;
             turn.with_context(|| qemu.attacher_log())?;
         }
     }
     ours.assert_no_warnings().await?;
     let release = ours.describe().await?.guest_status().kernel_release;
-    Ok(Some((release, columns)))
+    print(&release, &columns);
+    Ok(())
 }
 
 /// Returns the names of the keys, in order.
@@ -178,30 +157,6 @@ fn print(release: &str, columns: &[Column]) {
                 cell(&times.patch, &ours.patch),
                 cell(&times.resume, &ours.resume),
                 cell(&times.window, &ours.window),
-            );
-        }
-    }
-}
-
-fn print_instructions(release: &str, columns: &[Column]) {
-    println!();
-    println!("{release}, 1 vCPU. Thousands of instructions, p50; the monitors' are included.");
-    println!();
-    println!("| | n | whole call | stop | patch | resume | guest stopped |");
-    println!("|---|---|---|---|---|---|---|");
-    for (index, count) in COUNTS.into_iter().enumerate() {
-        for column in columns {
-            let times = &column.times[index];
-            let cell = |samples: &Samples| format!("{:.0}", samples.thousands());
-            println!(
-                "| keys: {count}, {} | {} | {} | {} | {} | {} | {} |",
-                column.what,
-                times.call.len(),
-                cell(&times.call),
-                cell(&times.stop),
-                cell(&times.patch),
-                cell(&times.resume),
-                cell(&times.window),
             );
         }
     }
