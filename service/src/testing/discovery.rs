@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use patchbay_guest::abi;
 use patchbay_guest::guest::Guest;
+use patchbay_guest::memory::GuestRam;
 use patchbay_kernel_image::live::{FileUse, LeftOut, Way};
 use static_keys::{Class, FoundImage, FoundKernel, FoundKey, GuestMemory, Image, Nops};
 use zerocopy::FromBytes;
@@ -24,9 +25,17 @@ use patchbay_kernel_image::DebugLine;
 pub fn found(guest: &InMemoryGuest) -> KernelTables {
     let (descriptor, _) =
         abi::Descriptor::read_from_prefix(&guest.last_request()).expect("a whole page");
-    let mut tables = requests::tables(guest.ram(), &descriptor).expect("it follows the rules");
+    found_in(guest.ram(), &descriptor)
+}
+
+/// Returns the kernel that a descriptor describes, as discovery finds it in this memory.
+///
+/// # Panics
+/// If the tables are refused.
+pub fn found_in(ram: &GuestRam, descriptor: &abi::Descriptor) -> KernelTables {
+    let mut tables = requests::tables(ram, descriptor).expect("it follows the rules");
     let registry = Registry::default();
-    registry.attach(guest.ram().clone());
+    registry.attach(ram.clone());
     registry.register_kernel(tables.clone()).expect("taken");
     let Contents::Described(kernel) = tables.contents else {
         panic!("the guest described it")
@@ -34,7 +43,7 @@ pub fn found(guest: &InMemoryGuest) -> KernelTables {
     let registration = registry.snapshot().expect("registered").registration;
     let length = kernel.jump_table.end - kernel.jump_table.start;
     let mut bytes = vec![0; usize::try_from(length).expect("a small table")];
-    let memory = registration.memory(guest.ram());
+    let memory = registration.memory(ram);
     memory
         .read_gva(kernel.jump_table.start, &mut bytes)
         .expect("mapped");

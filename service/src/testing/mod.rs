@@ -10,7 +10,7 @@ mod log;
 mod rings;
 
 pub use self::clock::ManualClock;
-pub use self::discovery::{Discovered, discovered_after, found, found_after};
+pub use self::discovery::{Discovered, discovered_after, found, found_after, found_in};
 pub use self::log::GuestLog;
 pub use self::rings::{GuestRings, numbered};
 

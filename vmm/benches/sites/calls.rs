@@ -32,10 +32,9 @@ struct Row {
 }
 
 const fn row(what: &'static str, keys: u64, sites: u64, given: Given) -> Row {
-    let kernel = Kernel { keys, sites };
     Row {
         what,
-        kernel,
+        kernel: Kernel::new(keys, sites),
         given,
         prepared: false,
         summary_only: false,

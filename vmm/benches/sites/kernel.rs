@@ -8,24 +8,26 @@
 //!   6 MiB  gate words, array of gates +0
 //!   8 MiB  jump table             +2 MiB
 //!  12 MiB  keys                   +6 MiB
+//!  14 MiB  probes of tracepoints  +8 MiB
 //!  16 MiB  directory, names       +10 MiB
 //!  20 MiB  text                   +14 MiB
 //! ```
 
 use patchbay_guest::abi;
+use patchbay_guest::memory::Ram;
 use patchbay_guest::requests::GuestRequests;
 use patchbay_guest::testing::structures;
-use patchbay_vmm::memory::GuestRam;
 use zerocopy::{FromZeros, IntoBytes};
 
-/// Guest memory that the tables need.
-pub const MEMORY_BYTES: u64 = 64 << 20;
+/// Guest memory that the tables need, and room behind them.
+pub const MEMORY_BYTES: u64 = 72 << 20;
 /// Distance between sites: several cache lines, so that sites are not fetched together.
 pub const STRIDE: u64 = 256;
 /// Limit on the number of sites.
 pub const SITES_MAX: u64 = 100_000;
 
-const PAGE_TABLE: u64 = 2 << 20;
+/// Guest-physical address of the kernel's page table.
+pub const PAGE_TABLE: u64 = 2 << 20;
 const REQUEST_PAGE: u64 = 4 << 20;
 const PHYSICAL: u64 = 6 << 20;
 const IMAGE: u64 = 0xffff_ffff_8100_0000;
@@ -33,10 +35,18 @@ const GATE_WORDS: u64 = IMAGE;
 const GATES: u64 = IMAGE + 0x1000;
 const TABLE: u64 = IMAGE + (2 << 20);
 const KEYS: u64 = IMAGE + (6 << 20);
+const PROBES: u64 = IMAGE + (8 << 20);
 const DIRECTORY: u64 = IMAGE + (10 << 20);
 const NAMES: u64 = DIRECTORY + SITES_MAX * size_of::<abi::Key>() as u64;
 const TEXT: u64 = IMAGE + (14 << 20);
 const TEXT_END: u64 = TEXT + SITES_MAX * STRIDE;
+/// Distance between two tracepoints, and the offsets of their key and of their probes.
+const TRACEPOINT_STRIDE: u64 = 64;
+const TRACEPOINT_KEY: u64 = 8;
+const TRACEPOINT_FUNCS: u64 = 40;
+/// Distance between two arrays of probes: one probe, and one without a function, which ends it.
+const PROBES_STRIDE: u64 = 48;
+const TRACEPOINTS_MAX: u64 = 1000;
 const NOP: [u8; 5] = [0x0f, 0x1f, 0x44, 0, 0];
 /// Distance from a site to the target of its JMP.
 const TARGET_DISTANCE: u64 = 128;
@@ -46,20 +56,50 @@ const TARGET_DISTANCE: u64 = 128;
 pub struct Kernel {
     pub keys: u64,
     pub sites: u64,
+    /// The keys are those of tracepoints, each with a probe.
+    pub tracepoints: bool,
 }
 
 impl Kernel {
+    /// Returns a kernel with keys that may be counted from outside.
+    pub const fn new(keys: u64, sites: u64) -> Self {
+        Self {
+            keys,
+            sites,
+            tracepoints: false,
+        }
+    }
+
     pub fn name(key: u64) -> String {
         format!("k{key:05}")
     }
 
+    fn key(self, key: u64) -> u64 {
+        match self.tracepoints {
+            true => KEYS + key * TRACEPOINT_STRIDE + TRACEPOINT_KEY,
+            false => KEYS + key * 16,
+        }
+    }
+
     /// Writes the tables and registers them.
-    pub fn register(self, ram: &GuestRam, requests: &impl GuestRequests) {
+    pub fn register(self, ram: &(impl Ram + ?Sized), requests: &impl GuestRequests) {
+        let descriptor = self.write(ram);
+        put(ram, REQUEST_PAGE, descriptor.as_bytes());
+        let status = requests.request(abi::OP_REGISTER, REQUEST_PAGE);
+        assert_eq!(status, 0, "the tables are accepted");
+    }
+
+    /// Writes the tables, and returns the descriptor that names them.
+    pub fn write(self, ram: &(impl Ram + ?Sized)) -> abi::Descriptor {
         assert!(self.keys * self.sites <= SITES_MAX, "room for the sites");
+        assert!(
+            !self.tracepoints || self.keys <= TRACEPOINTS_MAX,
+            "room for the tracepoints"
+        );
         map(ram);
         // Sites of different keys alternate in text, as in a real kernel.
         for key in 0..self.keys {
-            let address = KEYS + key * 16;
+            let address = self.key(key);
             let first = TABLE + key * self.sites * 16;
             write(ram, address, &0_u64.to_le_bytes());
             write(ram, address + 8, &first.to_le_bytes());
@@ -78,14 +118,20 @@ impl Kernel {
         }
         let mut names = Vec::new();
         for key in 0..self.keys {
-            let named = abi::Key {
-                address: KEYS + key * 16,
+            let mut named = abi::Key {
+                address: self.key(key),
                 name: u32::try_from(names.len()).expect("short names"),
                 class: abi::KEY_REF,
-                flags: 0,
-                tracepoint: 0,
-                module: 0,
+                ..abi::Key::default()
             };
+            if self.tracepoints {
+                named.class = abi::KEY_TRACEPOINT;
+                named.tracepoint = named.address - TRACEPOINT_KEY;
+                let probes = PROBES + key * PROBES_STRIDE;
+                write(ram, probes, &TEXT.to_le_bytes());
+                let funcs = named.tracepoint + TRACEPOINT_FUNCS;
+                write(ram, funcs, &probes.to_le_bytes());
+            }
             write(ram, DIRECTORY + key * 32, named.as_bytes());
             names.extend_from_slice(Self::name(key).as_bytes());
             names.push(0);
@@ -94,11 +140,7 @@ impl Kernel {
         // SYSTEM_RUNNING
         write(ram, GATE_WORDS, &2_u64.to_le_bytes());
         write(ram, GATES, structures::gates(GATE_WORDS).as_bytes());
-        let descriptor = self.descriptor(u32::try_from(names.len()).expect("short names"));
-        ram.write(REQUEST_PAGE, descriptor.as_bytes())
-            .expect("in memory");
-        let status = requests.request(abi::OP_REGISTER, REQUEST_PAGE);
-        assert_eq!(status, 0, "the tables are accepted");
+        self.descriptor(u32::try_from(names.len()).expect("short names"))
     }
 
     fn descriptor(self, names_size: u32) -> abi::Descriptor {
@@ -136,13 +178,13 @@ impl Kernel {
 
 /// Sets the owner of text_mutex; 0 for none. While the mutex has an owner, no site may be changed.
 #[allow(dead_code, reason = "the benchmark leaves all gates open")]
-pub fn set_text_mutex(ram: &GuestRam, owner: u64) {
+pub fn set_text_mutex(ram: &(impl Ram + ?Sized), owner: u64) {
     let address = structures::Gate::TextMutex.address(GATE_WORDS);
     write(ram, address, &owner.to_le_bytes());
 }
 
 /// Returns the number of sites that hold a JMP.
-pub fn jumps(ram: &GuestRam, kernel: Kernel) -> usize {
+pub fn jumps(ram: &(impl Ram + ?Sized), kernel: Kernel) -> usize {
     let sites = 0..kernel.keys * kernel.sites;
     let jumps = sites.filter(|site| {
         let mut byte = [0];
@@ -153,13 +195,13 @@ pub fn jumps(ram: &GuestRam, kernel: Kernel) -> usize {
     jumps.count()
 }
 
-fn map(ram: &GuestRam) {
+/// Maps the memory behind the page table from [`IMAGE`] on.
+pub fn map(ram: &(impl Ram + ?Sized)) {
     const PRESENT_WRITABLE: u64 = 3;
     const LARGE: u64 = 1 << 7;
     let index = |level: u64| (IMAGE >> (12 + 9 * level)) & 0x1ff;
     let entry = |table: u64, index: u64, value: u64| {
-        ram.write(table + 8 * index, &value.to_le_bytes())
-            .expect("in memory");
+        put(ram, table + 8 * index, &value.to_le_bytes());
     };
     let [upper, middle] = [PAGE_TABLE + 0x1000, PAGE_TABLE + 0x2000];
     entry(PAGE_TABLE, index(3), upper | PRESENT_WRITABLE);
@@ -170,9 +212,14 @@ fn map(ram: &GuestRam) {
     }
 }
 
-fn write(ram: &GuestRam, address: u64, bytes: &[u8]) {
-    ram.write(address - IMAGE + PHYSICAL, bytes)
-        .expect("in memory");
+/// Writes bytes at an address of the kernel.
+pub fn write(ram: &(impl Ram + ?Sized), address: u64, bytes: &[u8]) {
+    put(ram, address - IMAGE + PHYSICAL, bytes);
+}
+
+fn put(ram: &(impl Ram + ?Sized), physical: u64, bytes: &[u8]) {
+    let piece = ram.piece(physical, bytes.len()).expect("in memory");
+    assert!(ram.write_piece(piece, bytes), "memory is written");
 }
 
 fn near(to: u64, from: u64) -> [u8; 4] {

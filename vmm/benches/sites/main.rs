@@ -42,7 +42,7 @@ struct Case {
 
 const fn case(keys: u64, sites: u64, flipped: u64, rounds: usize) -> Case {
     Case {
-        kernel: Kernel { keys, sites },
+        kernel: Kernel::new(keys, sites),
         flipped,
         rounds,
     }

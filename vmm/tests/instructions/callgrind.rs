@@ -19,6 +19,9 @@ const DUMP_STATS_AT: u64 = TOOL + 3;
 const START_INSTRUMENTATION: u64 = TOOL + 4;
 const STOP_INSTRUMENTATION: u64 = TOOL + 5;
 
+/// The maximum number of threads at the same time. The host's daemon starts one for each guest.
+const MAX_THREADS: u32 = 3000;
+
 /// Environment variable: the name of the row that a counted process performs.
 pub const ROW: &str = "PATCHBAY_INSTRUCTIONS_ROW";
 /// Environment variable: if it is set, the counts are not split into parts.
@@ -97,8 +100,15 @@ pub type Parts = BTreeMap<String, u64>;
 impl Program {
     /// Returns this program with the name of the test.
     pub fn this(test: &'static str) -> Self {
-        let path = std::env::current_exe().expect("a path");
-        Self { path, test }
+        Self {
+            path: Self::executable(),
+            test,
+        }
+    }
+
+    /// Returns the path of this program.
+    pub fn executable() -> PathBuf {
+        std::env::current_exe().expect("a path")
     }
 
     /// Returns the command that runs a row in valgrind. The environment is nearly empty, because
@@ -107,6 +117,7 @@ impl Program {
         let mut command = Command::new("valgrind");
         command
             .arg("--quiet")
+            .arg(format!("--max-threads={MAX_THREADS}"))
             .args(options)
             .arg(&self.path)
             .args(["--exact", self.test, "--nocapture"])

@@ -1,87 +1,197 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The calls that are counted.
+//! The rows: calls, and other work, that are counted.
 
-use std::fmt::Debug;
-use std::path::Path;
-use std::sync::Arc;
-use std::time::Duration;
+use patchbay_proto::v1::ResultView;
 
-use patchbay_proto::client;
-use patchbay_proto::v1::guest_service_client::GuestServiceClient;
-use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
-use patchbay_proto::v1::{
-    CommitUpdateRequest, DescribeGuestRequest, FlipReport, KeyOp, KeyUpdate, PauseGuestRequest,
-    PrepareUpdateRequest, ResultView, ResumeGuestRequest, UpdateStaticKeysRequest,
-};
-use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
-use patchbay_service::keys::audit::AuditLog;
-use patchbay_service::keys::{Keys, KeysConfig, Limits, Registry};
-use patchbay_service::trace::Tracing;
-use tonic::transport::Channel;
-use tonic::{Code, Status};
+use super::calls::{self, Call};
+use super::claims::Claims;
+use super::engine;
+use super::guest::Memory;
+use super::kernel::Kernel;
+use super::node;
+use super::served::{self, Setup, Tables};
 
-use super::callgrind;
-use super::guest::MemoryGuest;
-use super::kernel::{self, Kernel};
-
-/// The number of uncounted changes before the counted ones.
-const WARM_UP: usize = 3;
-/// The number of counted calls: one turns the keys on, and one turns them off.
+/// The number of times that the work of a row is counted. Of two calls that change keys, one turns
+/// them on, and one turns them off.
 pub const CALLS: u64 = 2;
-/// Time between two checks of the other threads.
-const LOOK: Duration = Duration::from_millis(1);
-const REFUSED_NAMES: u64 = 4096;
-/// Name of the part of the client's count that ends with the last call.
-pub const CLIENT: &str = "client";
 
-/// A call that is counted.
+/// A row: its name, and the work that is counted.
 pub struct Row {
     pub name: &'static str,
-    kernel: Kernel,
-    call: Call,
+    work: Work,
+    is_tested: bool,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Call {
-    /// Describes the guest.
-    Nothing,
-    /// Changes all keys, by name, with a result for each.
-    Names,
-    /// Changes one of the keys, by name.
-    OneName,
-    /// Changes all keys, by a pattern, with a summary.
-    Pattern,
-    /// Commits a prepared change of all keys, with a summary.
-    Commit,
-    /// A change that is refused because the last of its many names is unknown.
-    UnknownName,
-    /// A commit that is refused because the key was changed after the prepare.
-    Stale,
-    /// A commit that is refused because the guest holds text_mutex. The guest has been paused by an
-    /// operator, so the gate is checked once and not repeatedly.
-    ClosedGate,
+#[derive(Clone, Copy)]
+enum Work {
+    /// A call to a guest that is served.
+    Served(Setup, Call),
+    /// A call to one of this number of guests, through the host's daemon.
+    Proxied(usize, node::Call),
+    /// Work of the engine alone.
+    Engine(engine::Work),
+}
+
+/// The threads of a row's process that are told apart, besides the client.
+#[derive(Clone, Copy, Default)]
+pub struct Threads {
+    /// The service has an executor.
+    pub executor: bool,
+    /// A thread plays the agent.
+    pub agent: bool,
 }
 
 const fn row(name: &'static str, keys: u64, sites: u64, call: Call) -> Row {
+    let setup = Setup {
+        agent: call.needs_agent(),
+        ..Setup::new(Kernel::new(keys, sites), Tables::Registered)
+    };
     Row {
         name,
-        kernel: Kernel { keys, sites },
-        call,
+        work: Work::Served(setup, call),
+        is_tested: true,
     }
 }
 
+/// A row whose tables are found in the guest's memory.
+const fn found(name: &'static str, kernel: Kernel, memory: Memory, call: Call) -> Row {
+    let setup = Setup {
+        kernel,
+        tables: match call {
+            Call::Query => Tables::DebugLines,
+            _ => Tables::Found,
+        },
+        memory,
+        agent: call.needs_agent(),
+    };
+    Row {
+        name,
+        work: Work::Served(setup, call),
+        is_tested: true,
+    }
+}
+
+const fn proxied(name: &'static str, guests: usize, call: node::Call) -> Row {
+    Row {
+        name,
+        work: Work::Proxied(guests, call),
+        is_tested: true,
+    }
+}
+
+const fn engine(name: &'static str, work: engine::Work) -> Row {
+    Row {
+        name,
+        work: Work::Engine(work),
+        is_tested: true,
+    }
+}
+
+/// Changes keys by name, with a result for each.
+const fn names(count: u64) -> Call {
+    let view = ResultView::Unspecified;
+    Call::Names { count, view }
+}
+
+const fn names_summary(count: u64) -> Call {
+    let view = ResultView::Summary;
+    Call::Names { count, view }
+}
+
+/// The 6.12 cloud kernel of Debian has 772 tracepoints that need only their key to be switched.
+const TRACEPOINTS: Kernel = Kernel {
+    keys: 772,
+    sites: 1,
+    tracepoints: true,
+};
+
 pub const ROWS: &[Row] = &[
     row("a call that does nothing", 1000, 1, Call::Nothing),
-    row("1 key, 1 site", 1, 1, Call::Names),
-    row("1 key, 56 sites", 1, 56, Call::Names),
+    row("1 key, 1 site", 1, 1, names(1)),
+    row("1 key, 56 sites", 1, 56, names(1)),
     row("1 key, 56 sites, prepared", 1, 56, Call::Commit),
-    row("1 key, 1,000 sites", 1, 1000, Call::Names),
-    row("100 keys by name", 100, 1, Call::Names),
-    row("1,000 keys by name", 1000, 1, Call::Names),
+    row("1 key, 1,000 sites", 1, 1000, names(1)),
+    row("1 key, 10,000 sites", 1, 10_000, names(1)).untested(),
+    row("1 key, 100,000 sites", 1, 100_000, names(1)),
+    row("100 keys by name", 100, 1, names(100)),
+    row("1,000 keys by name", 1000, 1, names(1000)),
+    row("10,000 keys by name", 10_000, 1, names(10_000)).untested(),
+    row("1 key by pattern, summary", 1, 1, Call::Pattern),
+    row("10 keys by pattern, summary", 10, 1, Call::Pattern).untested(),
+    row("100 keys by pattern, summary", 100, 1, Call::Pattern),
     row("1,000 keys by pattern, summary", 1000, 1, Call::Pattern),
-    row("1,000 keys by pattern, prepared", 1000, 1, Call::Commit),
+    row("10,000 keys by pattern, summary", 10_000, 1, Call::Pattern).untested(),
     row("65,000 keys by pattern, summary", 65_000, 1, Call::Pattern),
-    row("1 of 100,000 keys", 100_000, 1, Call::OneName),
+    row("1,000 keys by pattern, prepared", 1000, 1, Call::Commit),
+    row("1 of 1,000 keys", 1000, 1, names(1)),
+    row("1 of 10,000 keys", 10_000, 1, names(1)).untested(),
+    row("1 of 100,000 keys", 100_000, 1, names(1)),
+    row("100 of 1,000 keys by name", 1000, 1, names(100)),
+    row("100 of 10,000 keys by name", 10_000, 1, names(100)).untested(),
+    row("100 of 100,000 keys by name", 100_000, 1, names(100)),
+    row("no claims", 1, 1, Call::Claims(Claims::Empty)),
+    row("1 claim", 1, 1, Call::Claims(Claims::Set)),
+    row("100 claims", 100, 1, Call::Claims(Claims::Set)),
+    row("1,000 claims", 1000, 1, Call::Claims(Claims::Set)),
+    row("4,000 claims", 4000, 1, Call::Claims(Claims::Set)).untested(),
+    row(
+        "1,000 claims, the same again",
+        1000,
+        1,
+        Call::Claims(Claims::Again),
+    ),
+    row(
+        "1,000 claims, cleared",
+        1000,
+        1,
+        Call::Claims(Claims::Clear),
+    )
+    .untested(),
+    found(
+        "found: 772 tracepoints by name, summary",
+        TRACEPOINTS,
+        Memory::Own,
+        names_summary(TRACEPOINTS.keys),
+    )
+    .untested(),
+    found(
+        "found: 772 tracepoints fired, summary",
+        TRACEPOINTS,
+        Memory::Own,
+        Call::Fire,
+    ),
+    found(
+        "found: 1,000 lines of dynamic debug, summary",
+        Kernel::new(1000, 1),
+        Memory::Own,
+        Call::Query,
+    ),
+    found(
+        "attached, file: 1 key, 56 sites",
+        Kernel::new(1, 56),
+        Memory::File,
+        names(1),
+    )
+    .untested(),
+    found(
+        "attached, file: 1,000 keys by pattern, summary",
+        Kernel::new(1000, 1),
+        Memory::File,
+        Call::Pattern,
+    ),
+    found(
+        "attached, process: 1 key, 56 sites",
+        Kernel::new(1, 56),
+        Memory::Process,
+        names(1),
+    )
+    .untested(),
+    found(
+        "attached, process: 1,000 keys by pattern, summary",
+        Kernel::new(1000, 1),
+        Memory::Process,
+        Call::Pattern,
+    ),
     row(
         "refused: 4,096 names, the last unknown",
         1000,
@@ -90,6 +200,33 @@ pub const ROWS: &[Row] = &[
     ),
     row("refused: a stale plan", 1000, 1, Call::Stale),
     row("refused: a closed gate", 1000, 1, Call::ClosedGate),
+    found(
+        "events forwarded by an agent",
+        TRACEPOINTS,
+        Memory::Own,
+        Call::Events,
+    )
+    .untested(),
+    engine("2,000 events of a ring in memory", engine::Work::Ring),
+    engine("a small kernel: discovered", engine::Work::Discovery),
+    engine(
+        "a small kernel: discovered again",
+        engine::Work::Rediscovery,
+    ),
+    engine("a small kernel: confirmed", engine::Work::Confirmation),
+    proxied(
+        "patchbayd, 1 guest: a call that does nothing",
+        1,
+        node::Call::Nothing,
+    ),
+    proxied(
+        "patchbayd, 1,000 guests: a call that does nothing",
+        1000,
+        node::Call::Nothing,
+    )
+    .untested(),
+    proxied("patchbayd, 1 guest: 1 key", 1, node::Call::OneKey),
+    proxied("patchbayd, 1,000 guests: 1 key", 1000, node::Call::OneKey).untested(),
 ];
 
 /// Returns the row with this name, or else the first row whose name begins with it.
@@ -102,267 +239,47 @@ pub fn named(name: &str) -> &'static Row {
     })
 }
 
-/// A guest that is served on a socket, and a client.
-struct Served {
-    ram: patchbay_vmm::memory::GuestRam,
-    channel: Channel,
-    _folder: tempfile::TempDir,
-}
-
-impl Served {
-    /// Starts the executor's thread and then the API's.
-    async fn start(kernel: Kernel) -> Self {
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        let registry = Arc::new(Registry::new(Limits::default()));
-        let guest = Arc::new(MemoryGuest::new());
-        let ram = guest.ram.clone();
-        let audit = AuditLog::open(&folder.path().join("audit.jsonl")).expect("an audit log");
-        let config = KeysConfig {
-            audit,
-            ..KeysConfig::default()
-        };
-        let (keys, _executor) =
-            Keys::start(guest, Arc::clone(&registry), config).expect("a thread");
-        kernel.register(&ram, &*registry);
-        let socket = folder.path().join("api.sock");
-        let listener = ApiSocket::bind(&socket).expect("a socket");
-        std::thread::spawn(move || serve(keys, listener));
-        Self {
-            ram,
-            channel: connect(&socket).await,
-            _folder: folder,
-        }
-    }
-}
-
-/// Serves as the monitor does: on one thread with its own runtime.
-fn serve(keys: Keys, socket: ApiSocket) {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .expect("a runtime");
-    runtime.block_on(async {
-        let guests = Guests::default();
-        let guest = ServedGuest::start(keys, Tracing::default()).expect("a guest");
-        guests.add(guest).ok().expect("a name");
-        let endpoint = Endpoint::new(socket, guests);
-        endpoint
-            .serve(std::future::pending())
-            .await
-            .expect("serves");
-    });
-}
-
-async fn connect(socket: &Path) -> Channel {
-    let connector = client::unix_socket(socket);
-    let channel = client::endpoint().connect_with_connector(connector).await;
-    channel.expect("the service listens")
-}
-
-/// Counts a call of the client and what the other threads do for it.
-async fn counted<T>(call: impl Future<Output = T>) -> T {
-    settle();
-    callgrind::start();
-    let answer = call.await;
-    callgrind::ignore_this_thread(settle);
-    callgrind::stop();
-    answer
-}
-
-/// Waits until the other threads have finished their work for a call: none of them is runnable, and
-/// none has run between two checks. Valgrind runs one thread at a time, so the others run while
-/// this one sleeps.
-fn settle() {
-    let mut before = None;
-    loop {
-        let now = sleeping();
-        if now.is_some() && now == before {
-            return;
-        }
-        before = now;
-        std::thread::sleep(LOOK);
-    }
-}
-
-/// Returns the number of context switches of each other thread; `None` if one of them does not
-/// sleep.
-fn sleeping() -> Option<Vec<String>> {
-    let this = std::fs::read_link("/proc/thread-self").expect("this thread");
-    let mut threads = Vec::new();
-    for thread in std::fs::read_dir("/proc/self/task").expect("the threads") {
-        let thread = thread.expect("a thread");
-        if this.ends_with(thread.file_name()) {
-            continue;
-        }
-        let status = std::fs::read_to_string(thread.path().join("status")).ok()?;
-        if !status.contains("\nState:\tS") {
-            return None;
-        }
-        let switches = status.lines().filter(|line| line.contains("ctxt_switches"));
-        threads.extend(switches.map(str::to_owned));
-    }
-    Some(threads)
-}
-
 impl Row {
-    /// Performs the row: uncounted calls, and [`CALLS`] counted ones.
-    pub fn perform(&self) {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .expect("a runtime");
-        runtime.block_on(async {
-            let served = Served::start(self.kernel).await;
-            for _ in 0..WARM_UP {
-                self.change(&served, KeyOp::Enable, false).await;
-                self.change(&served, KeyOp::Disable, false).await;
-            }
-            self.change(&served, KeyOp::Enable, true).await;
-            assert_eq!(
-                kernel::jumps(&served.ram, self.kernel) as u64,
-                self.flipped()
-            );
-            self.change(&served, KeyOp::Disable, true).await;
-            assert_eq!(kernel::jumps(&served.ram, self.kernel), 0);
-        });
-        callgrind::end_part(c"client");
+    /// Leaves the row out of the test, which would take too long. The command counts it.
+    const fn untested(mut self) -> Self {
+        self.is_tested = false;
+        self
     }
 
-    /// Returns the number of sites that a call changes.
-    pub fn flipped(&self) -> u64 {
-        match self.call {
-            Call::Nothing | Call::UnknownName | Call::Stale | Call::ClosedGate => 0,
-            Call::OneName => self.kernel.sites,
-            Call::Names | Call::Pattern | Call::Commit => self.kernel.keys * self.kernel.sites,
+    /// Returns whether the test counts the row too.
+    pub fn is_tested(&self) -> bool {
+        self.is_tested
+    }
+
+    /// Performs the row: uncounted work, and [`CALLS`] times counted work.
+    pub fn perform(&self) {
+        let runtime = served::runtime();
+        match self.work {
+            Work::Served(setup, call) => runtime.block_on(calls::perform(setup, call)),
+            Work::Proxied(guests, call) => runtime.block_on(node::perform(guests, call)),
+            Work::Engine(work) => engine::perform(work),
         }
+    }
+
+    pub fn threads(&self) -> Threads {
+        match self.work {
+            Work::Served(setup, _) => Threads {
+                executor: true,
+                agent: setup.agent,
+            },
+            Work::Proxied(..) | Work::Engine(_) => Threads::default(),
+        }
+    }
+
+    /// Returns whether the guest is stopped in a counted call.
+    pub fn stops(&self) -> bool {
+        matches!(self.work, Work::Served(setup, call) if call.flipped(setup.kernel) > 0)
     }
 
     /// Returns whether only the executor's instructions are compared, with twice the permitted
     /// difference. After a pause the API's differ by a third between runs and the executor's by
     /// 8 %; the cause is not known.
     pub fn varies(&self) -> bool {
-        matches!(self.call, Call::ClosedGate)
-    }
-
-    async fn change(&self, served: &Served, op: KeyOp, is_counted: bool) {
-        let call = Box::pin(self.call(served, op, is_counted));
-        call.await;
-    }
-
-    async fn call(&self, served: &Served, op: KeyOp, is_counted: bool) {
-        let mut keys = StaticKeysServiceClient::new(served.channel.clone());
-        match self.call {
-            Call::Nothing => {
-                let mut guest = GuestServiceClient::new(served.channel.clone());
-                let call = guest.describe_guest(DescribeGuestRequest::default());
-                either(is_counted, call).await.expect("an answer");
-            }
-            Call::Names | Call::OneName | Call::Pattern => {
-                let call = keys.update_static_keys(self.update(op));
-                let answer = either(is_counted, call).await.expect("the change is made");
-                self.check(answer.into_inner().report);
-            }
-            Call::Commit => {
-                let commit = self.prepare(served, op).await;
-                let answer = either(is_counted, keys.commit_update(commit)).await;
-                self.check(answer.expect("the change is made").into_inner().report);
-            }
-            Call::Stale => {
-                let commit = self.prepare(served, op).await;
-                let other = keys.update_static_keys(self.update(KeyOp::Inc)).await;
-                other.expect("the change is made");
-                let answer = either(is_counted, keys.commit_update(commit)).await;
-                refused(answer, Code::FailedPrecondition);
-                let back = keys.update_static_keys(self.update(KeyOp::Dec)).await;
-                back.expect("the change is made");
-            }
-            Call::ClosedGate => {
-                // The op is INC, because DISABLE would change nothing while the key is off, and
-                // would succeed.
-                let commit = self.prepare(served, KeyOp::Inc).await;
-                let mut guest = GuestServiceClient::new(served.channel.clone());
-                let pause = guest.pause_guest(PauseGuestRequest::default()).await;
-                pause.expect("the guest is paused");
-                kernel::set_text_mutex(&served.ram, 0x1000);
-                let answer = either(is_counted, keys.commit_update(commit)).await;
-                refused(answer, Code::Unavailable);
-                kernel::set_text_mutex(&served.ram, 0);
-                let resume = guest.resume_guest(ResumeGuestRequest::default()).await;
-                resume.expect("the guest is resumed");
-            }
-            Call::UnknownName => {
-                let call = keys.update_static_keys(self.update(op));
-                refused(either(is_counted, call).await, Code::NotFound);
-            }
-        }
-    }
-
-    /// Prepares the change, and returns the request that commits it.
-    async fn prepare(&self, served: &Served, op: KeyOp) -> CommitUpdateRequest {
-        let mut keys = StaticKeysServiceClient::new(served.channel.clone());
-        let prepare = PrepareUpdateRequest {
-            updates: self.update(op).updates,
-            result_view: ResultView::Summary.into(),
-            ..Default::default()
-        };
-        let plan = keys.prepare_update(prepare).await.expect("a plan");
-        let plan = plan.into_inner();
-        CommitUpdateRequest {
-            plan_id: plan.plan_id,
-            digest: plan.digest,
-            result_view: ResultView::Summary.into(),
-            ..Default::default()
-        }
-    }
-
-    fn check(&self, report: Option<FlipReport>) {
-        let sites = report.expect("a report").sites_patched;
-        assert_eq!(u64::from(sites), self.flipped());
-    }
-
-    fn update(&self, op: KeyOp) -> UpdateStaticKeysRequest {
-        let named = |key| KeyUpdate {
-            name: Kernel::name(key),
-            op: op.into(),
-            ..Default::default()
-        };
-        let pattern = || KeyUpdate {
-            patterns: vec!["k*".to_owned()],
-            op: op.into(),
-            ..Default::default()
-        };
-        let summary = match self.call {
-            Call::Pattern => ResultView::Summary,
-            _ => ResultView::Unspecified,
-        };
-        UpdateStaticKeysRequest {
-            updates: match self.call {
-                Call::Nothing => Vec::new(),
-                Call::Names => (0..self.kernel.keys).map(named).collect(),
-                Call::UnknownName => (1..REFUSED_NAMES)
-                    .map(|key| named(key % self.kernel.keys))
-                    .chain([named(self.kernel.keys)])
-                    .collect(),
-                Call::OneName | Call::Stale | Call::ClosedGate => vec![named(0)],
-                Call::Commit if self.kernel.keys == 1 => vec![named(0)],
-                Call::Pattern | Call::Commit => vec![pattern()],
-            },
-            result_view: summary.into(),
-            ..Default::default()
-        }
-    }
-}
-
-/// Checks that a call was refused with this code.
-fn refused<T: Debug>(answer: Result<T, Status>, code: Code) {
-    let refusal = answer.expect_err("the call is refused");
-    assert_eq!(refusal.code(), code, "{refusal}");
-}
-
-async fn either<T>(is_counted: bool, call: impl Future<Output = T>) -> T {
-    if is_counted {
-        counted(call).await
-    } else {
-        call.await
+        matches!(self.work, Work::Served(_, Call::ClosedGate))
     }
 }
