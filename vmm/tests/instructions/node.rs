@@ -280,7 +280,10 @@ async fn turn_once(channel: &Channel, call: Call, op: KeyOp, is_counted: bool) {
     match call {
         Call::Nothing => {
             let mut client = GuestServiceClient::new(channel.clone());
-            let call = client.describe_guest(DescribeGuestRequest { guest });
+            let call = client.describe_guest(DescribeGuestRequest {
+                guest,
+                ..DescribeGuestRequest::default()
+            });
             counted(is_counted, call).await.expect("an answer");
         }
         Call::OneKey => {
