@@ -44,9 +44,7 @@ fn generate() -> BuildResult {
     std::fs::write(out.join("methods.rs"), methods)?;
     let compile = |files| {
         let services = tonic_prost_build::configure().codec_path("crate::codec::MessageCodec");
-        let mut messages = prost_build::Config::new();
-        messages.prost_path("crate::wire");
-        services.compile_fds_with_config(files, messages)
+        services.compile_fds(files)
     };
     compile(compiler.file_descriptor_set())?;
     compile(protox::compile(FLEET, ["."])?)?;

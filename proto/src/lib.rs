@@ -55,8 +55,6 @@ pub mod stream;
 pub mod text;
 #[cfg(feature = "grpc")]
 mod trace_context;
-#[cfg(feature = "grpc")]
-mod wire;
 
 #[cfg(feature = "grpc")]
 pub use trace_context::{TRACEPARENT_METADATA, TraceParent};
