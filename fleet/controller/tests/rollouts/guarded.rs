@@ -25,9 +25,8 @@ async fn a_guarded_key_is_changed_by_consent_only_and_undone() {
         assert!(error.contains(part), "{error}");
     }
     // A pattern leaves it out, and says so.
-    let planned = leads
-        .plan("some", &of_guarded("\"*a*\"", ""), "alice")
-        .await;
+    let some = of_guarded("\"*a*\", \"!kmem_*\", \"!sched_*\"", "");
+    let planned = leads.plan("some", &some, "alice").await;
     let planned = planned.expect("planned");
     let left_out = planned.rollout().members()[0].plan.left_out.clone();
     assert_eq!(left_out[0].reason, "KEY_GUARDED");

@@ -210,8 +210,14 @@ async fn events_are_signed_and_arrive_in_order() {
         );
         ids.push(got.id().to_owned());
     }
-    let run = &running.rollout().header().run.clone();
-    assert_eq!(ids, [1, 2, 3].map(|number| format!("{run}-{number}")));
+    let run = running.rollout().header().run.clone();
+    let numbers = ids.iter().map(|id| {
+        let number = id.strip_prefix(&run).and_then(|rest| rest.strip_prefix('-'));
+        number.and_then(|number| number.parse::<u64>().ok())
+    });
+    let numbers: Option<Vec<u64>> = numbers.collect();
+    // Not every entry of the timeline is an event.
+    assert!(numbers.is_some_and(|numbers| numbers.is_sorted()), "{ids:?}");
     tell(&running, Command::Undo).await;
     let ends: Vec<String> = [server.next().await, server.next().await]
         .iter()
