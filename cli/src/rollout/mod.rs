@@ -60,7 +60,7 @@ pub async fn run(
         }
         _ => None,
     };
-    let (place, command) = (target.place()?, arguments.command);
+    let (place, command) = (target.place(arguments.files)?, arguments.command);
     if let RolloutCommand::Status {
         rollout,
         watch: true,

@@ -10,7 +10,7 @@ use tonic::Status;
 use tonic::transport::Channel;
 use tonic_types::StatusExt;
 
-use crate::args::target::FleetTarget;
+use crate::args::target::{FleetFiles, FleetTarget};
 use crate::client::sockets::{CONTROLLER, CONTROLLER_VARIABLE, FLEET_VARIABLE, variable};
 use crate::client::{self, Unreachable};
 use crate::failure::Failure;
@@ -48,7 +48,7 @@ impl FleetTarget {
     ///
     /// # Errors
     /// A certificate is missing.
-    pub fn place(self) -> Result<Place, Failure> {
+    pub fn place(self, files: FleetFiles) -> Result<Place, Failure> {
         let addresses = match (self.fleet_socket, self.fleet) {
             (Some(socket), _) => return Ok(Place::Socket(socket)),
             (None, given) if !given.is_empty() => given,
@@ -68,7 +68,7 @@ impl FleetTarget {
                 "{wrong:?} is no address of a controller; give ADDRESS:PORT"
             )));
         }
-        let (Some(certificate), Some(key), Some(ca)) = (self.cert, self.key, self.ca) else {
+        let (Some(certificate), Some(key), Some(ca)) = (files.cert, files.key, files.ca) else {
             return Err(Failure::usage(
                 "a controller over TCP identifies you by a certificate; give --cert, --key and \
                  --ca, or set PATCHBAY_CERT, PATCHBAY_KEY and PATCHBAY_CA",
