@@ -126,7 +126,7 @@ where
                     "no controller answers at {address} ({cause}); its certificate must be for \
                      this address, from a CA of --ca"
                 ));
-                next = given.next();
+                next = given.find(|address| !asked.contains(address));
                 continue;
             }
         };
@@ -137,12 +137,11 @@ where
         };
         failure = Failure::error(format!("{address}: {message}"));
         next = match leader {
-            None => given.next(),
+            None => given.find(|address| !asked.contains(address)),
             Some(leader) if hops == MAX_HOPS || asked.contains(&leader) => {
-                asked.push(leader);
                 return Err(Failure::error(format!(
-                    "the replicas do not agree on the leader: {}; try again",
-                    asked.join(" names ")
+                    "{address} names {leader} as the leader, which does not lead or answer yet; \
+                     try again"
                 )));
             }
             Some(leader) => {

@@ -388,7 +388,7 @@ impl Controller {
             self.sweep(leftover, fence).await?;
         }
         match commit_all(store, fence, &loaded.resigned).await {
-            Err(error @ StoreError::TooLarge { .. }) => {
+            Err(error @ StoreError::TooLarge { .. }) if !keys.adopts() => {
                 tracing::error!("records are not signed again: {error}");
                 Ok(loaded)
             }

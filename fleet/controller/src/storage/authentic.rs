@@ -91,6 +91,11 @@ impl RecordKeys {
         })
     }
 
+    /// Returns whether unsigned records are taken.
+    pub fn adopts(&self) -> bool {
+        self.adopts
+    }
+
     /// Accepts also records that are not authenticated, to sign them.
     #[must_use]
     pub fn adopting(mut self) -> Self {
