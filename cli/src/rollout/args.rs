@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use crate::args::target::FleetFiles;
 use crate::args::output::{OutputArgument, rollout_format_parser};
+use crate::args::target::FleetFiles;
 use crate::complete;
 
 #[derive(Debug, Args)]

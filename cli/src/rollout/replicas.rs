@@ -139,9 +139,10 @@ where
         next = match leader {
             None => given.find(|address| !asked.contains(address)),
             Some(leader) if hops == MAX_HOPS || asked.contains(&leader) => {
+                asked.push(leader);
                 return Err(Failure::error(format!(
-                    "{address} names {leader} as the leader, which does not lead or answer yet; \
-                     try again"
+                    "no replica leads yet, or they do not agree on the leader: {}; try again",
+                    asked.join(" names ")
                 )));
             }
             Some(leader) => {

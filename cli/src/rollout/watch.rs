@@ -131,7 +131,9 @@ pub async fn watch(place: &Place, rollout: String, screen: Screen) -> Result<(),
     };
     let mut delay = None;
     loop {
-        let followed = at_leader(place, |channel| watch.follow(Controller::new(channel, None)));
+        let followed = at_leader(place, |channel| {
+            watch.follow(Controller::new(channel, None))
+        });
         let failure = match followed.await {
             Ok(()) => return Ok(()),
             Err(failure) if watch.is_final.load(Ordering::Relaxed) => return Err(failure),
@@ -171,7 +173,12 @@ impl Watch {
     async fn changes(&self, controller: &Controller) -> Result<(), Error> {
         let rollout = self.rollout.clone();
         let request = traced(v1::WatchRequest { rollout });
-        let mut changes = controller.rollouts.clone().watch(request).await?.into_inner();
+        let mut changes = controller
+            .rollouts
+            .clone()
+            .watch(request)
+            .await?
+            .into_inner();
         let mut screen = self.screen.lock().await;
         let mut tick = tokio::time::interval(TICK);
         loop {

@@ -173,7 +173,7 @@ fn a_command_finds_the_leader_through_any_replica() {
     // The option may follow the subcommand, and the variable replaces it.
     let (out, said, code) = fleet.by("bob", &["rollout", "list", "--fleet", &second]);
     assert_eq!(
-        (code, out.contains("net is planned")),
+        (code, out.contains("net   planned")),
         (Some(0), true),
         "{out}{said}"
     );

@@ -231,7 +231,8 @@ impl RolloutService for Api {
             let rule = authority.may_plan(caller.principal(), rollout);
             rule.map(drop)
         };
-        let diff = plan::diff::compare(leads.hosts(), &running, &spec, caller.principal(), may_plan).await;
+        let diff =
+            plan::diff::compare(leads.hosts(), &running, &spec, caller.principal(), may_plan).await;
         let diff = diff.map_err(|error| match error {
             DiffError::Denied(why) => caller.denied(&why),
             DiffError::Spec(error) => Status::invalid_argument(error.to_string()),

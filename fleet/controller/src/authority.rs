@@ -168,9 +168,12 @@ impl Authority {
         let (name, rule) = {
             let rollout = running.rollout();
             let policy = self.policy.current();
-            let decision = about(principal, role(&rollout), concerned(&rollout), |question, _| {
-                policy.decide_without_caps(question)
-            });
+            let decision = about(
+                principal,
+                role(&rollout),
+                concerned(&rollout),
+                |question, _| policy.decide_without_caps(question),
+            );
             (rollout.header().name.clone(), allowed(decision))
         };
         let rule = rule.map_err(|why| {
@@ -285,27 +288,32 @@ impl Authority {
         command: &Command,
     ) -> Result<String, Refused> {
         let policy = self.policy.current();
-        about(principal, role(rollout), concerned(rollout), |question, counted| {
-            let decision = match command.breaks_glass() {
-                true => policy.decide_break_glass(question),
-                false => policy.decide_without_caps(question),
-            };
-            let rule = allowed(decision).map_err(Refused::Denied)?;
-            if command.breaks_glass() && self.audit.is_none() {
-                return Err(Refused::Unapproved(NO_LOG.to_owned()));
-            }
-            match command {
-                Command::Start { .. } => check_approvals(&policy, question, rollout)?,
-                Command::Promote => check_promotion(&policy, question)?,
-                Command::Forget { .. } => check_leaving(&policy, question, rollout)?,
-                _ => {}
-            }
-            if command.advances() {
-                let charged = self.policy.charge(question, counted);
-                allowed(charged).map_err(Refused::Denied)?;
-            }
-            Ok(rule)
-        })
+        about(
+            principal,
+            role(rollout),
+            concerned(rollout),
+            |question, counted| {
+                let decision = match command.breaks_glass() {
+                    true => policy.decide_break_glass(question),
+                    false => policy.decide_without_caps(question),
+                };
+                let rule = allowed(decision).map_err(Refused::Denied)?;
+                if command.breaks_glass() && self.audit.is_none() {
+                    return Err(Refused::Unapproved(NO_LOG.to_owned()));
+                }
+                match command {
+                    Command::Start { .. } => check_approvals(&policy, question, rollout)?,
+                    Command::Promote => check_promotion(&policy, question)?,
+                    Command::Forget { .. } => check_leaving(&policy, question, rollout)?,
+                    _ => {}
+                }
+                if command.advances() {
+                    let charged = self.policy.charge(question, counted);
+                    allowed(charged).map_err(Refused::Denied)?;
+                }
+                Ok(rule)
+            },
+        )
     }
 
     /// Records a command that the policy does not allow.
@@ -399,12 +407,17 @@ impl Verdicts {
     /// Decides without counting anything. The caps are compared with the rollout alone.
     pub fn new(policy: &Policy, principal: &str, rollout: &Rollout) -> Self {
         let text = |refused: Refused| refused.to_string();
-        about(principal, role(rollout), concerned(rollout), |question, _| Self {
-            advance: allowed(policy.decide(question)).map(drop),
-            stop: allowed(policy.decide_without_caps(question)).map(drop),
-            start: check_approvals(policy, question, rollout).map_err(text),
-            promote: check_promotion(policy, question).map_err(text),
-        })
+        about(
+            principal,
+            role(rollout),
+            concerned(rollout),
+            |question, _| Self {
+                advance: allowed(policy.decide(question)).map(drop),
+                stop: allowed(policy.decide_without_caps(question)).map(drop),
+                start: check_approvals(policy, question, rollout).map_err(text),
+                promote: check_promotion(policy, question).map_err(text),
+            },
+        )
     }
 
     /// Returns the decision about a command.

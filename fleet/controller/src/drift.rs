@@ -167,7 +167,9 @@ pub async fn drift(
 fn differences(count: usize, first: &Drift) -> String {
     // Not everybody who sees the rollout may see guests that are not in it.
     if first.cause == Cause::Late {
-        return format!("drift: {count} differences from the rollout; the first is a guest that joined");
+        return format!(
+            "drift: {count} differences from the rollout; the first is a guest that joined"
+        );
     }
     let (guest, host, actual) = (&first.guest, &first.host, &first.actual);
     let key = first
@@ -349,7 +351,9 @@ async fn fix(
     for member in prepared.into_iter().flatten() {
         let why = match &member.state {
             State::Skipped { why } => Err(why.clone()),
-            _ => by.authority.may_extend(by.principal, &running.rollout(), &member),
+            _ => by
+                .authority
+                .may_extend(by.principal, &running.rollout(), &member),
         };
         match why {
             Ok(()) => added.push(member),
@@ -404,7 +408,10 @@ async fn adopt(
         let guest = (drift.host.clone(), drift.guest.clone());
         let member = current.get(&guest).map(|(_, member)| member.clone());
         let member = member.unwrap_or_else(|| Member::new(&guest.0, &guest.1));
-        if let Err(why) = by.authority.may_adopt(by.principal, &running.rollout(), &member) {
+        if let Err(why) = by
+            .authority
+            .may_adopt(by.principal, &running.rollout(), &member)
+        {
             drift.left = Some(why);
             continue;
         }
@@ -447,12 +454,9 @@ pub async fn change_late(
     }
     let wave = format!("late-{}", snapshot.waves + 1);
     let by = &running.rollout().header().starter().to_owned();
-    let prepared =
-        futures_util::stream::iter(late(hosts, &running.spec, &snapshot.current).await)
-            .map(|(host, status)| async move {
-                validate(running, &host, &status.guest, 1, by).await
-            })
-            .buffered(FAN_OUT);
+    let prepared = futures_util::stream::iter(late(hosts, &running.spec, &snapshot.current).await)
+        .map(|(host, status)| async move { validate(running, &host, &status.guest, 1, by).await })
+        .buffered(FAN_OUT);
     let mut added: Vec<Member> = prepared.collect().await;
     let mut waiting = Vec::new();
     added.retain(|member| {

@@ -17,8 +17,8 @@ use sha2::{Digest, Sha256};
 pub use self::asks::{Asks, not_made};
 use crate::hosts::{self, CallError, Host, Hosts};
 use crate::rollout::{
-    Claim, Event, Header, KeySet, KeySets, Member, Millis, Phase, Rollout, State, TimelineEntry, Wave,
-    bounded,
+    Claim, Event, Header, KeySet, KeySets, Member, Millis, Phase, Rollout, State, TimelineEntry,
+    Wave, bounded,
 };
 use crate::spec::{Selector, Size, Spec};
 

@@ -324,10 +324,7 @@ impl Running {
     ///
     /// # Errors
     /// [`NoAnswer`].
-    pub async fn delete(
-        &self,
-        principal: &str,
-    ) -> Result<Result<PathBuf, NotDeleted>, NoAnswer> {
+    pub async fn delete(&self, principal: &str) -> Result<Result<PathBuf, NotDeleted>, NoAnswer> {
         let (reply, answer) = oneshot::channel();
         let principal = principal.to_owned();
         let asked = Asked::Delete { principal, reply };

@@ -18,11 +18,11 @@ use serde_json::json;
 
 pub use self::config::{ConfigError, Webhook, read};
 use crate::clock::timestamp;
-use crate::sight::without_addresses;
 use crate::controller::Leadership;
 use crate::metrics::Metrics;
 use crate::rollout::{Event, Header, Millis, TimelineEntry, lasting};
 use crate::runner::{Command, Running, now};
+use crate::sight::without_addresses;
 
 /// The age at which an event is given up. Events that are older when a webhook is configured are
 /// not delivered to it.

@@ -3,11 +3,11 @@
 
 #[path = "page/browser.rs"]
 mod browser;
+#[path = "page/contrast.rs"]
+mod contrast;
 #[allow(dead_code)]
 #[path = "processes/gate_file.rs"]
 mod gate_file;
-#[path = "page/contrast.rs"]
-mod contrast;
 #[path = "page/head.rs"]
 mod head;
 #[path = "page/refused.rs"]

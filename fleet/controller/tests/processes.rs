@@ -12,9 +12,9 @@ mod processes {
     mod fleet;
     mod gate_file;
     mod outages;
+    mod people;
     mod persons;
     mod records;
-    mod people;
     mod registry;
     mod samples;
     mod setup;

@@ -4,7 +4,6 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use patchbay_access::addresses::hide_in_text;
 use patchbay_access::identity::Identity;
 use patchbay_access::listen::Peer;
 use patchbay_access::listen::admission::Admission;

@@ -47,7 +47,7 @@ pub async fn archive_ended(leadership: &Leadership) {
         tokio::time::sleep(interval).await;
         for running in leadership.rollouts() {
             let is_due = is_due(&running.rollout(), &running.spec, keep, now());
-            if is_due && let Some(Err(error)) = running.delete("").await {
+            if is_due && let Ok(Err(error)) = running.delete("").await {
                 tracing::error!("{error}");
             }
         }

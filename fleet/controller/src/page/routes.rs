@@ -284,7 +284,7 @@ async fn command(
             NotGiven::Unapproved(_) | NotGiven::NotLegal(_) => StatusCode::CONFLICT,
             NotGiven::Audit(_) | NotGiven::Deposed | NotGiven::Unknown => {
                 StatusCode::SERVICE_UNAVAILABLE
-            },
+            }
         };
         Refused::new(status, why)
     })?;

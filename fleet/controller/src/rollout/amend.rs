@@ -80,7 +80,6 @@ impl Rollout {
     fn current(&self) -> HashMap<(String, String), usize> {
         let members = self.members.iter().enumerate();
         let members = members.filter(|(_, member)| member.state != State::Superseded);
-        let guest = |member: &Member| (member.host.clone(), member.guest.clone());
         members
             .map(|(index, member)| (guest(member), index))
             .collect()
@@ -155,4 +154,9 @@ impl Rollout {
         self.header.members = self.members.len();
         self.run.header_changed = true;
     }
+}
+
+/// Returns the names that tell the member's guest from others.
+fn guest(member: &Member) -> (String, String) {
+    (member.host.clone(), member.guest.clone())
 }

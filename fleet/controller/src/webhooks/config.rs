@@ -75,8 +75,8 @@ pub fn read(path: &Path) -> Result<Vec<Webhook>, ConfigError> {
         path: path.to_owned(),
         why,
     };
-    let file: File =
-        serde_yaml_ng::from_str(&text(path, Forbidden::Write)?).map_err(|error| wrong(error.to_string()))?;
+    let file: File = serde_yaml_ng::from_str(&text(path, Forbidden::Write)?)
+        .map_err(|error| wrong(error.to_string()))?;
     if file.webhooks.len() > MAX_WEBHOOKS {
         let count = file.webhooks.len();
         return Err(wrong(format!(

@@ -12,6 +12,8 @@ fn parsed(text: &str, secret: &str) -> Result<Vec<Webhook>, ConfigError> {
     let folder = tempfile::tempdir().expect("temporary folder");
     let file = folder.path().join("secret");
     std::fs::write(&file, secret).expect("written");
+    let own = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+    std::fs::set_permissions(&file, own).expect("permitted");
     let path = folder.path().join("webhooks.yaml");
     let text = text.replace("SECRET", &file.display().to_string());
     std::fs::write(&path, text).expect("written");

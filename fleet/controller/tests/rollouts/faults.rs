@@ -2,7 +2,7 @@
 //! Tests leaders that end, and hosts that do not answer.
 
 use patchbay_fleet::rollout::{End, Phase, State};
-use patchbay_fleet::runner::Command;
+use patchbay_fleet::runner::{Command, NoAnswer};
 
 use super::support::{Fleet, is_over, spec, tell, wait_for};
 
@@ -84,7 +84,8 @@ async fn a_deposed_leader_changes_nothing() {
     let digest = running.rollout().header().digest.clone();
     let answer = running.command(Command::Start { digest }, "alice").await;
     assert_eq!(
-        answer, None,
+        answer,
+        Err(NoAnswer::Lost),
         "the start is not saved, so it is not confirmed"
     );
     assert_eq!(fleet.counts("alpha"), [0; 2]);

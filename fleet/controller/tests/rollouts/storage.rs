@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use patchbay_fleet::api;
 use patchbay_fleet::controller::Config;
 use patchbay_fleet::rollout::{End, Phase};
-use patchbay_fleet::runner::{Command, Running};
+use patchbay_fleet::runner::{Command, NoAnswer, Running};
 use patchbay_fleet::storage::Archive;
 use patchbay_fleet::store::{Layer, LeaseId, Revision, Store, StoreError, Transaction};
 use patchbay_proto::client;
@@ -232,7 +232,11 @@ async fn a_change_that_the_store_never_takes_stops_its_rollout_alone() {
         digest: running.rollout().header().digest.clone(),
     };
     let answer = refused.command(start(&refused), "alice").await;
-    assert_eq!(answer, None, "it is not saved, so it is not confirmed");
+    assert_eq!(
+        answer,
+        Err(NoAnswer::Lost),
+        "it is not saved, so it is not confirmed"
+    );
     tell(&other, start(&other)).await;
     assert_eq!(wait_for(&other, is_over).await, Phase::Completed);
     assert_eq!(fleet.counts("alpha"), [0; 2]);
@@ -350,7 +354,7 @@ async fn a_rollout_is_deleted_only_while_no_guest_has_its_changes() {
     assert!(leads.rollout("net").is_none());
     let left = fleet.store.range("rollouts/").await.expect("read").entries;
     assert_eq!(left.len(), 1, "the foreign key");
-    assert!(running.delete("alice").await.is_none(), "it is gone");
+    assert!(running.delete("alice").await.is_err(), "it is gone");
     // The name is free again.
     let again = replica.start("net", &beta(&text)).await;
     wait_for(&again, is_over).await;

@@ -214,12 +214,17 @@ async fn events_are_signed_and_arrive_in_order() {
     }
     let run = running.rollout().header().run.clone();
     let numbers = ids.iter().map(|id| {
-        let number = id.strip_prefix(&run).and_then(|rest| rest.strip_prefix('-'));
+        let number = id
+            .strip_prefix(&run)
+            .and_then(|rest| rest.strip_prefix('-'));
         number.and_then(|number| number.parse::<u64>().ok())
     });
     let numbers: Option<Vec<u64>> = numbers.collect();
     // Not every entry of the timeline is an event.
-    assert!(numbers.is_some_and(|numbers| numbers.is_sorted()), "{ids:?}");
+    assert!(
+        numbers.is_some_and(|numbers| numbers.is_sorted()),
+        "{ids:?}"
+    );
     tell(&running, Command::Undo).await;
     let ends: Vec<String> = [server.next().await, server.next().await]
         .iter()
@@ -312,7 +317,8 @@ async fn drift_is_an_event_once() {
     let leads = replica.lead().await;
     for _ in 0..2 {
         let authority = replica.controller.authority();
-        let report = drift::drift(leads.hosts(), authority, &running, Action::Report, "alice").await;
+        let report =
+            drift::drift(leads.hosts(), authority, &running, Action::Report, "alice").await;
         assert_eq!(report.expect("compared").drifts.len(), 1);
     }
     tell(&running, Command::Undo).await;
