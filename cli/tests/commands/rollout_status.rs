@@ -101,7 +101,7 @@ fn a_status_counts_the_bake_time_down() {
     });
     let line = shown.lines().nth(1).expect("a line");
     assert!(
-        line.starts_with("  it bakes wave 1: ") && line.contains(" of 1h 0m are over, "),
+        line.starts_with("  it bakes wave 1: ") && line.contains(" of 1h 0m have passed, "),
         "{shown}"
     );
     let wave = shown.lines().find(|line| line.starts_with("> wave 1"));
@@ -178,7 +178,7 @@ fn a_watch_outlives_its_controller_and_prints_only_changes() {
         "a line that has not changed: {rest}"
     );
     let outages = said
-        .matches("the controller does not answer, and is tried again")
+        .matches("the controller does not answer; trying again")
         .count();
     assert_eq!(outages, 1, "{said}");
 }

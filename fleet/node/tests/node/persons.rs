@@ -219,9 +219,9 @@ async fn what_is_not_signed_for_this_call_by_this_controller_is_refused() {
     let cases = [
         (
             vec![foreign.sign(&good).expect("signed")],
-            "not signed by the key",
+            "not signed with the key",
         ),
-        (vec![tampered], "not signed by the key"),
+        (vec![tampered], "not signed with the key"),
         (vec![assertion::unsigned(&good)], "is not signed"),
         (
             changed(|other| other.host = "host-2".to_owned()),
@@ -246,7 +246,7 @@ async fn what_is_not_signed_for_this_call_by_this_controller_is_refused() {
         ),
         (
             changed(|other| other.person = "monitor".to_owned()),
-            "not a principal",
+            "an invalid name",
         ),
         (signed_at(at(now - VALIDITY - minute)), "expired"),
         (signed_at(at(now + MAX_SKEW + minute)), "future"),
