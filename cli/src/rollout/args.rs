@@ -58,8 +58,8 @@ pub enum RolloutCommand {
         #[arg(short, long, default_value = "table", value_name = "FORMAT", value_parser = rollout_format_parser())]
         output: OutputArgument,
     },
-    /// Show the timeline of a rollout: commands with their persons, phases, waves, results of gates,
-    /// and drift.
+    /// Show the timeline of a rollout: commands with their persons, phases, waves, results of
+    /// gates, and drift.
     History {
         #[arg(add = complete::rollouts())]
         rollout: String,

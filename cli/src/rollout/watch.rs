@@ -77,7 +77,8 @@ impl Screen {
     }
 }
 
-/// Returns the lines of the text that are not among `lines`, and stores the lines of the text there.
+/// Returns the lines of the text that are not among `lines`, and stores the lines of the text
+/// there.
 fn changed(lines: &mut HashSet<String>, text: &str) -> String {
     let is_new = |line: &&str| !lines.contains(*line);
     let new: String = text

@@ -2,10 +2,10 @@
 //! Signs and checks assertions. In an assertion, a controller names the person for whom it makes a
 //! call to a host.
 //!
-//! The message is documented in `patchbay/fleet/v1/assertion.proto`. An assertion over TLS is signed
-//! with the key of the client certificate of the connection, so another client cannot use it. Over
-//! a unix socket the uid of the peer replaces the signature. The policy decides who may assert, and
-//! the daemon compares the assertion with the call.
+//! The message is documented in `patchbay/fleet/v1/assertion.proto`. An assertion over TLS is
+//! signed with the key of the client certificate of the connection, so another client cannot use
+//! it. Over a unix socket the uid of the peer replaces the signature. The policy decides who may
+//! assert, and the daemon compares the assertion with the call.
 
 use std::io;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

@@ -223,8 +223,8 @@ impl Authority {
         })
     }
 
-    /// Decides whether the principal may extend the rollout to a guest, and counts the guest against
-    /// the caps.
+    /// Decides whether the principal may extend the rollout to a guest, and counts the guest
+    /// against the caps.
     ///
     /// # Errors
     /// The policy's reason.

@@ -196,7 +196,8 @@ impl Controller {
     pub fn leader_address(&self) -> Option<String> {
         let leader = self.leader.borrow();
         let address = leader.as_ref()?.address.clone()?;
-        // If this replica was killed while it led and has been restarted, the record may be its own.
+        // If this replica was killed while it led and has been restarted, the record may be its
+        // own.
         (Some(&address) != self.config.replica.address.as_ref()).then_some(address)
     }
 

@@ -48,14 +48,14 @@ pub enum Command {
     Start {
         digest: String,
     },
-    /// Starts a plan whose approvals are missing.
+    /// Starts a plan without the required approvals.
     StartUnapproved {
         digest: String,
     },
     Pause,
     Resume,
     Promote,
-    /// Promotes a rollout whose gates the policy wants approved.
+    /// Promotes a rollout for which the policy demands approvals.
     PromoteUnapproved,
     Abort,
     Undo,
@@ -152,7 +152,7 @@ pub enum Ended {
 }
 
 impl Command {
-    /// Returns the name of the method that gives the command.
+    /// Returns the name of the API method for the command.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Approve { .. } => "Approve",

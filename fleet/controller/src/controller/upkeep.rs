@@ -42,8 +42,8 @@ pub async fn archive_ended(leadership: &Leadership) {
     let interval = keep.clamp(MIN_ARCHIVE_INTERVAL, ARCHIVE_INTERVAL);
     let keep = Millis::try_from(keep.as_millis()).unwrap_or(Millis::MAX);
     loop {
-        // The first scan is delayed too, so that an operator whose clock or --keep is wrong has time
-        // to stop the program.
+        // The first scan is delayed too, so that an operator whose clock or --keep is wrong has
+        // time to stop the program.
         tokio::time::sleep(interval).await;
         for running in leadership.rollouts() {
             let is_due = is_due(&running.rollout(), &running.spec, keep, now());

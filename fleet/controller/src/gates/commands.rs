@@ -253,8 +253,8 @@ impl Group {
     /// Waits until the command has ended, and kills the remaining processes of its group.
     async fn ended(mut self) -> io::Result<ExitStatus> {
         if let Some(id) = self.id {
-            // NOWAIT leaves the process waitable, so its ID and that of the group are not reused. If
-            // this future is dropped, the process is killed and the thread ends.
+            // NOWAIT leaves the process waitable, so its ID and that of the group are not reused.
+            // If this future is dropped, the process is killed and the thread ends.
             let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
             let ends = move || waitid(WaitId::Pid(id), options);
             tokio::task::spawn_blocking(ends).await??;

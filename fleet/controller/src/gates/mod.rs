@@ -22,8 +22,8 @@ use self::commands::Commands;
 use crate::hosts::Hosts;
 use crate::rollout::{GateAnswer, WaveGateKind};
 
-/// The reason why a command line in a stored record is not run. Otherwise everyone who can write the
-/// store could run any command.
+/// The reason why a command line in a stored record is not run. Otherwise everyone who can write
+/// the store could run any command.
 const NOT_RUN: &str = "is not run, because the spec contains its command line and not a name; undo \
      the rollout, or promote it without this gate";
 

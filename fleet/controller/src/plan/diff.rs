@@ -136,8 +136,8 @@ fn guests(old: &Guests<'_>, new: &Guests<'_>) -> Vec<Difference<(String, String)
     all.filter(|one| one.before != one.after).collect()
 }
 
-/// Compares the claims on guests that both rollouts change. [`guests`] reports a guest that only one
-/// of them changes.
+/// Compares the claims on guests that both rollouts change. [`guests`] reports a guest that only
+/// one of them changes.
 fn keys(old: &Guests<'_>, new: &Guests<'_>) -> Vec<(Difference<String>, usize)> {
     let mut found: BTreeMap<(&str, Option<&str>, Option<&str>), usize> = BTreeMap::new();
     for (name, (_, before)) in old {

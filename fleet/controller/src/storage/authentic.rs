@@ -8,8 +8,8 @@
 //! ```
 //!
 //! MAC is the HMAC-SHA-256 of the record's key in the store, RUN and the value. RUN is the random
-//! text of the rollout, which distinguishes successive rollouts of the same name. The MAC of an older
-//! record of the same rollout is also valid.
+//! text of the rollout, which distinguishes successive rollouts of the same name. The MAC of an
+//! older record of the same rollout is also valid.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

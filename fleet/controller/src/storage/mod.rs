@@ -8,8 +8,8 @@
 //! rollouts/NAME/members/00000042
 //! ```
 //!
-//! [`record`] defines the form of the values and its versions. [`authentic`] defines the line before
-//! a value that authenticates it.
+//! [`record`] defines the form of the values and its versions. [`authentic`] defines the line
+//! before a value that authenticates it.
 
 mod archive;
 mod authentic;
