@@ -135,15 +135,15 @@ impl Policy {
         rules.any(|rule| rule.lacks(question).is_none())
     }
 
-    /// Returns whether a rule lets the principal assert for whom it changes the guest.
+    /// Returns whether a rule lets the principal name the persons for whom it changes the guest.
     #[must_use]
     pub fn may_assert(&self, principal: &str, guest: &str) -> bool {
         let mut rules = self.rules.iter().filter(|rule| rule.may_assert);
         rules.any(|rule| rule.principals.select_path(principal) && rule.guests.select_whole(guest))
     }
 
-    /// Returns whether the rules bound the calls that others make for this person. They do if one
-    /// names the person otherwise than by selecting everybody.
+    /// Returns whether the rules limit the calls that others make for this person. They do if one
+    /// of them names the person by a pattern that does not select everybody.
     #[must_use]
     pub fn bounds(&self, person: &str) -> bool {
         let mut named = self.rules.iter().filter_map(|rule| rule.named.as_ref());
