@@ -18,6 +18,12 @@ pub struct FleetTarget {
     /// $PATCHBAY_FLEET_SOCKET, or else /run/patchbay-fleet/fleet.sock.
     #[arg(long, global = true, value_name = "PATH", help_heading = FLEET)]
     pub fleet_socket: Option<PathBuf>,
+}
+
+/// The files with which a person and the controller identify themselves over TCP. Other commands
+/// have their own option --key, so only those of `patchbay rollout` take these options.
+#[derive(Clone, Debug, Args)]
+pub struct FleetFiles {
     /// Your certificate for --fleet, in PEM.
     #[arg(long, global = true, value_name = "FILE", env = "PATCHBAY_CERT", help_heading = FLEET)]
     pub cert: Option<PathBuf>,

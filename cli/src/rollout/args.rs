@@ -5,11 +5,14 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
+use crate::args::target::FleetFiles;
 use crate::args::output::{OutputArgument, rollout_format_parser};
 use crate::complete;
 
 #[derive(Debug, Args)]
 pub struct RolloutArgs {
+    #[command(flatten)]
+    pub files: FleetFiles,
     #[command(subcommand)]
     pub command: RolloutCommand,
 }

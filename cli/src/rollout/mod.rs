@@ -60,7 +60,7 @@ pub async fn run(
         }
         _ => None,
     };
-    let (place, command) = (target.place()?, arguments.command);
+    let (place, command) = (target.place(arguments.files)?, arguments.command);
     if let RolloutCommand::Status {
         rollout,
         watch: true,
@@ -439,7 +439,11 @@ pub fn failed(status: Status) -> Refused {
         Code::Unimplemented => Failure::error(
             "the controller does not know this call: it is of another version; update it",
         ),
-        Code::Unknown => Failure::error(format!("the controller is gone: {}", status.message())),
+        Code::Unknown => {
+            // In TLS 1.3 the peer refuses a certificate after the connection is made.
+            let why = patchbay_access::connect::explain(&status).unwrap_or(status.message());
+            Failure::error(format!("the controller is gone: {why}"))
+        }
         _ => Failure::error(status.message()),
     };
     Refused::Failed(failure)

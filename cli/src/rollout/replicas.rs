@@ -10,7 +10,7 @@ use tonic::Status;
 use tonic::transport::Channel;
 use tonic_types::StatusExt;
 
-use crate::args::target::FleetTarget;
+use crate::args::target::{FleetFiles, FleetTarget};
 use crate::client::sockets::{CONTROLLER, CONTROLLER_VARIABLE, FLEET_VARIABLE, variable};
 use crate::client::{self, Unreachable};
 use crate::failure::Failure;
@@ -48,7 +48,7 @@ impl FleetTarget {
     ///
     /// # Errors
     /// An address is malformed, or a certificate file is not given.
-    pub fn place(self) -> Result<Place, Failure> {
+    pub fn place(self, files: FleetFiles) -> Result<Place, Failure> {
         let addresses = match (self.fleet_socket, self.fleet) {
             (Some(socket), _) => return Ok(Place::Socket(socket)),
             (None, given) if !given.is_empty() => given,
@@ -68,7 +68,7 @@ impl FleetTarget {
                 "{wrong:?} is not the address of a controller; give ADDRESS:PORT"
             )));
         }
-        let (Some(certificate), Some(key), Some(ca)) = (self.cert, self.key, self.ca) else {
+        let (Some(certificate), Some(key), Some(ca)) = (files.cert, files.key, files.ca) else {
             return Err(Failure::usage(
                 "a controller identifies clients over TCP by certificates; give --cert, --key and \
                  --ca, or set PATCHBAY_CERT, PATCHBAY_KEY and PATCHBAY_CA",
@@ -126,7 +126,7 @@ where
                     "no controller answers at {address} ({cause}); check that it runs, and that its \
                      certificate is for this address and from a CA of --ca"
                 ));
-                next = given.next();
+                next = given.find(|address| !asked.contains(address));
                 continue;
             }
         };
@@ -137,12 +137,11 @@ where
         };
         failure = Failure::error(format!("{address}: {message}"));
         next = match leader {
-            None => given.next(),
+            None => given.find(|address| !asked.contains(address)),
             Some(leader) if hops == MAX_HOPS || asked.contains(&leader) => {
-                asked.push(leader);
                 return Err(Failure::error(format!(
-                    "the replicas do not agree on the leader: {}; try again",
-                    asked.join(" names ")
+                    "{address} names {leader} as the leader, which does not lead or answer yet; \
+                     try again"
                 )));
             }
             Some(leader) => {

@@ -69,6 +69,7 @@ impl Replicas {
     }
 
     fn store(&self, name: &str) -> Arc<dyn Store> {
+        let _entered = self.runtime.enter();
         Arc::new(EmbeddedStore::open(&self.file(name)).expect("opens"))
     }
 

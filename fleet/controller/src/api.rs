@@ -30,6 +30,7 @@ use crate::controller::{Controller, Leadership, PlanError};
 use crate::plan::diff::DiffError;
 use crate::rollout::{Member, Rollout, State};
 use crate::runner::{Command, NotDeleted, Running, now};
+use crate::sight::without_addresses;
 use crate::store::StoreError;
 use crate::{drift, hosts, plan, view};
 
@@ -230,13 +231,13 @@ impl RolloutService for Api {
             let rule = authority.may_plan(caller.principal(), rollout);
             rule.map(drop)
         };
-        let diff = plan::diff::compare(leads.hosts(), &running, &spec, may_plan).await;
+        let diff = plan::diff::compare(leads.hosts(), &running, &spec, caller.principal(), may_plan).await;
         let diff = diff.map_err(|error| match error {
             DiffError::Denied(why) => caller.denied(&why),
             DiffError::Spec(error) => Status::invalid_argument(error.to_string()),
             DiffError::Over { .. } => Status::failed_precondition(error.to_string()),
         })?;
-        let rollout = view::rollout(&running.rollout(), false, &caller.sight());
+        let rollout = caller.shown(&running.rollout(), false);
         Ok(Response::new(view::diff(diff, rollout)))
     }
 
@@ -284,7 +285,7 @@ impl RolloutService for Api {
         let mut drifts: Vec<v1::Drift> = drifts.map(view::drift).collect();
         if !caller.sees_addresses(&running.rollout()) {
             for drift in &mut drifts {
-                caller::without_addresses(&mut drift.actual);
+                without_addresses(&mut drift.actual);
             }
         }
         Ok(Response::new(v1::DriftResponse {
@@ -492,10 +493,13 @@ impl RolloutService for Api {
         let index = find(&rollout, &caller, &request.host, &request.guest)?;
         let members = rollout.members();
         let mut guest = view::guest(rollout.header(), index, &members[index]);
-        let mut reasons = view::explain(&rollout, index, now());
+        let hidden = caller.sight();
+        let hidden = hidden.hidden(&rollout);
+        let reasons = view::explain(&rollout, index, now()).into_iter();
+        let mut reasons: Vec<String> = reasons.map(|reason| hidden.shown(&reason)).collect();
         if !caller.sees_addresses(&rollout) {
             let texts = reasons.iter_mut().chain([&mut guest.message]);
-            texts.for_each(caller::without_addresses);
+            texts.for_each(without_addresses);
         }
         let guest = Some(guest);
         Ok(Response::new(v1::ExplainResponse { guest, reasons }))

@@ -16,8 +16,8 @@ use std::path::PathBuf;
 use patchbay_access::audit::{Audit, Entry, Pending};
 use patchbay_access::policy::{Decision, Demand, LivePolicy, Policy, Question, Role, Want};
 
-use crate::rollout::{Member, NotLegal, Rollout, State, Verb};
-use crate::runner::{Command, NotDeleted, Running};
+use crate::rollout::{Member, NotLegal, Phase, Rollout, State, Verb};
+use crate::runner::{Command, NoAnswer, NotDeleted, Running};
 use crate::sight::Sight;
 
 /// The prefix of the names of commands in the audit log.
@@ -26,6 +26,10 @@ const SERVICE: &str = "/patchbay.fleet.v1.RolloutService/";
 const NO_PROMOTION: &str = "the policy demands approvals for keys of the rollout, and a promotion \
                             skips the bake time and the gates that were approved; wait for them, \
                             or give --break-glass";
+
+const NO_LEAVING: &str = "the policy demands approvals for keys of the rollout, and its gates do not \
+                          count guests that leave it; abort the rollout, or wait until it is \
+                          completed";
 
 const NO_LOG: &str = "--break-glass requires an audit log; start the controller with --audit-log \
                       FILE";
@@ -50,8 +54,23 @@ pub enum Refused {
     NotLegal(#[from] NotLegal),
     #[error("the audit log cannot be written, so the command is not carried out: {0}")]
     Audit(String),
+    /// The replica does not lead, and has done nothing.
     #[error("this replica does not lead any more")]
     Deposed,
+    #[error(
+        "this replica stopped leading while it carried the command out; see `rollout status` for \
+         whether it did"
+    )]
+    Unknown,
+}
+
+impl From<NoAnswer> for Refused {
+    fn from(why: NoAnswer) -> Self {
+        match why {
+            NoAnswer::NotSent => Self::Deposed,
+            NoAnswer::Lost => Self::Unknown,
+        }
+    }
 }
 
 impl Authority {
@@ -130,8 +149,8 @@ impl Authority {
             }
         };
         let told = match running.command(command, principal).await {
-            Some(told) => told.map_err(Refused::NotLegal),
-            None => Err(Refused::Deposed),
+            Ok(told) => told.map_err(Refused::NotLegal),
+            Err(lost) => Err(lost.into()),
         };
         finish(intent, told.as_ref().map(|()| ""));
         told
@@ -162,7 +181,7 @@ impl Authority {
         let intent = self
             .intend(principal, "Delete", &rule, &request, "")
             .await?;
-        let deleted = running.delete(principal).await.ok_or(Refused::Deposed)?;
+        let deleted = running.delete(principal).await?;
         finish(intent, deleted.as_ref().map(|_| ""));
         Ok(deleted)
     }
@@ -177,21 +196,15 @@ impl Authority {
         principal: &str,
         rollout: &str,
     ) -> Result<Option<Pending>, Refused> {
-        // A rule that limits guests does not cover the empty name.
-        let decision = self.policy.current().decide_without_caps(&Question {
-            principal,
-            role: Role::Admin,
-            guests: &[""],
-            want: Want::AnyKeys,
-        });
-        let rule = allowed(decision).map_err(|_| {
+        let policy = self.policy.current();
+        let rule = policy.unlimited_admin(principal).ok_or_else(|| {
             let why = "deleting a rollout that cannot be read requires the role admin for all \
                        guests and keys";
             self.denied(principal, "Delete", rollout, why);
             Refused::Denied(why.to_owned())
         })?;
         let request = serde_json::json!({ "rollout": rollout, "unreadable": true });
-        self.intend(principal, "Delete", &rule, &request, "").await
+        self.intend(principal, "Delete", rule, &request, "").await
     }
 
     /// Checks that the principal may change anything at all.
@@ -224,19 +237,25 @@ impl Authority {
     }
 
     /// Decides whether the principal may extend the rollout to a guest, and counts the guest
-    /// against the caps.
+    /// against the caps. The approvals must also suffice for the keys of this guest.
     ///
     /// # Errors
-    /// The policy's reason.
+    /// The policy's reason, or that approvals are missing.
     pub fn may_extend(
         &self,
         principal: &str,
         rollout: &Rollout,
         member: &Member,
     ) -> Result<(), String> {
-        let charge =
-            |question: &Question<'_>, counted: &[&str]| self.policy.charge(question, counted);
-        allowed(about(principal, role(rollout), [member], charge)).map(drop)
+        let policy = self.policy.current();
+        // The member may claim other keys than those for which the start was approved.
+        let decided = about(principal, role(rollout), [member], |question, counted| {
+            check_approvals(&policy, question, rollout).map_err(|refused| refused.to_string())?;
+            allowed(self.policy.charge(question, counted)).map(drop)
+        });
+        decided.inspect_err(|why| {
+            self.denied(principal, "Drift", &rollout.header().name, why);
+        })
     }
 
     /// Decides whether the principal may make the rollout accept the guest as it is.
@@ -250,8 +269,13 @@ impl Authority {
         member: &Member,
     ) -> Result<(), String> {
         let policy = self.policy.current();
-        let decide = |question: &Question<'_>, _: &[&str]| policy.decide_without_caps(question);
-        allowed(about(principal, role(rollout), [member], decide)).map(drop)
+        let decided = about(principal, role(rollout), [member], |question, _| {
+            allowed(policy.decide_without_caps(question))?;
+            check_leaving(&policy, question, rollout).map_err(|refused| refused.to_string())
+        });
+        decided.inspect_err(|why| {
+            self.denied(principal, "Drift", &rollout.header().name, why);
+        })
     }
 
     /// Decides about the command, counts it against the caps, and returns the rule that allows it.
@@ -274,6 +298,7 @@ impl Authority {
             match command {
                 Command::Start { .. } => check_approvals(&policy, question, rollout)?,
                 Command::Promote => check_promotion(&policy, question)?,
+                Command::Forget { .. } => check_leaving(&policy, question, rollout)?,
                 _ => {}
             }
             if command.advances() {
@@ -433,6 +458,21 @@ fn check_promotion(policy: &Policy, question: &Question<'_>) -> Result<(), Refus
     match demand(policy, question) == Demand::NONE {
         true => Ok(()),
         false => Err(Refused::Unapproved(NO_PROMOTION.to_owned())),
+    }
+}
+
+/// Checks that no guest leaves a rollout whose gates the policy wants approved while it goes on. The
+/// gates count only guests that have not left, so leaving could open them.
+fn check_leaving(
+    policy: &Policy,
+    question: &Question<'_>,
+    rollout: &Rollout,
+) -> Result<(), Refused> {
+    match rollout.header().phase {
+        Phase::Running(_) | Phase::Paused if demand(policy, question) != Demand::NONE => {
+            Err(Refused::Unapproved(NO_LEAVING.to_owned()))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -389,7 +389,7 @@ impl Controller {
             self.sweep(leftover, fence).await?;
         }
         match commit_all(store, fence, &loaded.resigned).await {
-            Err(error @ StoreError::TooLarge { .. }) => {
+            Err(error @ StoreError::TooLarge { .. }) if !keys.adopts() => {
                 tracing::error!("the records cannot be signed with the first key: {error}");
                 Ok(loaded)
             }

@@ -8,7 +8,7 @@ use futures_util::StreamExt;
 use patchbay_proto::text::hex;
 use patchbay_proto::v1;
 
-use crate::authority::{Authority, Refused};
+use crate::authority::{Authority, Refused, operates};
 use crate::hosts::{CallError, Host, Hosts};
 use crate::plan::{self, Asks, FAN_OUT};
 use crate::rollout::{Member, NotLegal, Phase, Plan, State, bounded};
@@ -138,7 +138,10 @@ pub async fn drift(
         }));
     match action {
         Action::Report => {
-            if let Some(first) = report.drifts.first() {
+            // A viewer's question leaves no trace.
+            let policy = authority.policy().current();
+            let may_note = operates(&policy, principal, &running.rollout());
+            if let Some(first) = report.drifts.first().filter(|_| may_note) {
                 let text = differences(report.drifts.len(), first);
                 tell(running, Command::Drifted { text }, principal).await?;
             }
@@ -162,6 +165,10 @@ pub async fn drift(
 }
 
 fn differences(count: usize, first: &Drift) -> String {
+    // Not everybody who sees the rollout may see guests that are not in it.
+    if first.cause == Cause::Late {
+        return format!("drift: {count} differences from the rollout; the first is a guest that joined");
+    }
     let (guest, host, actual) = (&first.guest, &first.host, &first.actual);
     let key = first
         .key
@@ -447,15 +454,15 @@ pub async fn change_late(
             })
             .buffered(FAN_OUT);
     let mut added: Vec<Member> = prepared.collect().await;
-    // A guest that refuses now may not have booted yet, so it remains drift.
-    added.retain(|member| !matches!(member.state, State::Skipped { .. }));
     let mut waiting = Vec::new();
-    added.retain(|member| match authority.may_extend(by, &running.rollout(), member) {
-        Ok(()) => true,
-        Err(why) => {
-            waiting.push((member.guest.clone(), why));
-            false
-        }
+    added.retain(|member| {
+        let why = match &member.state {
+            // It may not have booted yet, so it remains drift.
+            State::Skipped { why } => Err(why.clone()),
+            _ => authority.may_extend(by, &running.rollout(), member),
+        };
+        why.map_err(|why| waiting.push((member.guest.clone(), why)))
+            .is_ok()
     });
     set_waiting(running, by, &waiting);
     if added.is_empty() {
@@ -471,26 +478,31 @@ pub async fn change_late(
 
 async fn tell(running: &Running, command: Command, principal: &str) -> Result<(), DriftError> {
     match running.command(command, principal).await {
-        Some(result) => Ok(result?),
-        None => Err(Refused::Deposed.into()),
+        Ok(result) => Ok(result?),
+        Err(lost) => Err(Refused::from(lost).into()),
     }
 }
 
-/// Sets the rollout's message to the guests that joined and wait, and the reason.
+/// Sets the rollout's message to the number of guests that joined and wait, and the first reason.
+/// Only the log names the guests, because not everybody who sees the rollout may see them.
 fn set_waiting(running: &Running, by: &str, waiting: &[(String, String)]) {
+    let mut rollout = running.rollout();
     let text = waiting.first().map_or_else(String::new, |(guest, why)| {
-        let others = match waiting.len() - 1 {
-            0 => String::new(),
-            more => format!(" and {more} more"),
-        };
         format!(
-            "{guest}{others} joined and is not changed: {by:?}, who started the rollout, may not \
-             change it now: {why}"
+            "{} guests joined and are not changed for {by:?}, who started the rollout; the \
+             controller's log names them: {}",
+            waiting.len(),
+            why.replace(guest.as_str(), "the guest")
         )
     });
-    let mut rollout = running.rollout();
-    if !text.is_empty() && rollout.message() != text {
-        tracing::warn!(rollout = rollout.header().name, "{text}");
+    let text = bounded(&text);
+    if rollout.late() == text {
+        return;
     }
-    rollout.set_late(bounded(&text));
+    for (guest, why) in waiting {
+        tracing::warn!(rollout = rollout.header().name, guest, "not changed: {why}");
+    }
+    rollout.set_late(text);
+    drop(rollout);
+    running.changed();
 }

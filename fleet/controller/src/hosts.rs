@@ -18,7 +18,7 @@ use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 use patchbay_proto::{ASSERTION_METADATA, TraceParent, v1};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{Semaphore, SemaphorePermit, watch};
 use tonic::metadata::MetadataValue;
 use tonic::transport::Channel;
 use tonic::{Request, Response, Status};
@@ -32,6 +32,8 @@ use crate::store::registry::GuestRecord;
 /// The maximum number of concurrent calls to a host. A host serves 128 calls of one connection. Its
 /// monitors serve 128 calls of the host, some of which are left for other clients of the host.
 const CALLS: usize = 64;
+/// The maximum number of concurrent changes on a host.
+const CHANGES: usize = 32;
 /// The timeout of a call. The service limits a call to 30 s, and the answer needs time to arrive.
 const CALL_TIMEOUT: Duration = Duration::from_secs(35);
 const MAX_ANSWER_BYTES: usize = 8 << 20;
@@ -79,6 +81,8 @@ pub struct Host {
     pub registered: bool,
     link: RwLock<Arc<Link>>,
     calls: Semaphore,
+    /// Permits for changes, which must not wait for calls that only read.
+    changes: Semaphore,
 }
 
 /// All hosts, by name. The registry adds and removes hosts.
@@ -263,6 +267,7 @@ impl Host {
             config,
             registered,
             calls: Semaphore::new(CALLS),
+            changes: Semaphore::new(CHANGES),
         }
     }
 
@@ -329,7 +334,11 @@ impl Host {
         request: v1::SetClaimsRequest,
         person: &str,
     ) -> Result<v1::SetClaimsResponse, Status> {
-        let _permit = self.permit().await?;
+        let permits = match request.validate_only {
+            true => &self.calls,
+            false => &self.changes,
+        };
+        let _permit = permit(permits).await?;
         let link = self.link();
         let assertion = match person {
             "" => None,
@@ -516,10 +525,14 @@ impl Host {
         answer.await.map_err(|status| why(&status))
     }
 
-    async fn permit(&self) -> Result<tokio::sync::SemaphorePermit<'_>, Status> {
-        let permit = self.calls.acquire().await;
-        permit.map_err(|_| Status::unavailable("the controller ends"))
+    async fn permit(&self) -> Result<SemaphorePermit<'_>, Status> {
+        permit(&self.calls).await
     }
+}
+
+async fn permit(permits: &Semaphore) -> Result<SemaphorePermit<'_>, Status> {
+    let permit = permits.acquire().await;
+    permit.map_err(|_| Status::unavailable("the controller ends"))
 }
 
 tokio::task_local! {

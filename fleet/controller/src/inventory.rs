@@ -115,7 +115,11 @@ fn apply(hosts: &Hosts, reach: &Reach, change: &Change) {
             record,
         })) => hosts.set_guest(&host, &guest, Some(record)),
         Ok(Some(Registered::GuestGone { host, guest })) => hosts.set_guest(&host, &guest, None),
-        Ok(None) => tracing::warn!(key = change.key(), "a foreign key in the registry"),
+        Ok(None) => tracing::error!(
+            key = change.key(),
+            "a key of another program is in the registry; a host whose patchbayd is older is not \
+             found: update it"
+        ),
         Err(error) => tracing::error!("a host is left out: {error}"),
     }
 }

@@ -7,6 +7,7 @@
 pub mod guests;
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime};
 
@@ -119,8 +120,19 @@ pub struct Running {
     rollout: Mutex<Rollout>,
     commands: mpsc::Sender<Asked>,
     version: watch::Sender<u64>,
+    /// The number of the latest entry of the timeline that is in the store.
+    saved_entries: AtomicU64,
     /// The runner's task, set when it is started.
     task: OnceLock<Id>,
+}
+
+/// The reason why a command has no answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NoAnswer {
+    /// The runner had ended before. The command was not carried out.
+    NotSent,
+    /// The runner has ended meanwhile. The store may have taken the command.
+    Lost,
 }
 
 /// The parts of a term that a runner needs.
@@ -243,6 +255,7 @@ impl Running {
     ) -> Arc<Self> {
         let (commands, asked) = mpsc::channel(QUEUE);
         let running = Arc::new(Self {
+            saved_entries: AtomicU64::new(rollout.header().entries),
             asks: Arc::new(Asks::new(rollout.header(), &spec)),
             spec,
             rollout: Mutex::new(rollout),
@@ -276,27 +289,51 @@ impl Running {
         self.commands.closed().await;
     }
 
-    /// Sends the command, and waits until its effect is saved. Returns `None` if the runner has
-    /// ended.
-    pub async fn command(&self, command: Command, principal: &str) -> Option<Result<(), NotLegal>> {
+    /// Returns the number of the latest entry of the timeline that is in the store. Another leader
+    /// may give the number of a later one to another event.
+    pub fn saved_entries(&self) -> u64 {
+        self.saved_entries.load(Ordering::Acquire)
+    }
+
+    /// Wakes those who watch the rollout.
+    pub fn changed(&self) {
+        self.version.send_modify(|version| *version += 1);
+    }
+
+    /// Sends the command, and waits until its effect is saved.
+    ///
+    /// # Errors
+    /// [`NoAnswer`].
+    pub async fn command(
+        &self,
+        command: Command,
+        principal: &str,
+    ) -> Result<Result<(), NotLegal>, NoAnswer> {
         let (reply, answer) = oneshot::channel();
         let asked = Asked::Command {
             command,
             principal: principal.to_owned(),
             reply,
         };
-        self.commands.send(asked).await.ok()?;
-        answer.await.ok()
+        let sent = self.commands.send(asked).await;
+        sent.map_err(|_| NoAnswer::NotSent)?;
+        answer.await.map_err(|_| NoAnswer::Lost)
     }
 
-    /// Deletes the rollout from the store, and returns the file to which it was written. Returns
-    /// `None` if the runner has ended.
-    pub async fn delete(&self, principal: &str) -> Option<Result<PathBuf, NotDeleted>> {
+    /// Deletes the rollout from the store, and returns the file to which it was written.
+    ///
+    /// # Errors
+    /// [`NoAnswer`].
+    pub async fn delete(
+        &self,
+        principal: &str,
+    ) -> Result<Result<PathBuf, NotDeleted>, NoAnswer> {
         let (reply, answer) = oneshot::channel();
         let principal = principal.to_owned();
         let asked = Asked::Delete { principal, reply };
-        self.commands.send(asked).await.ok()?;
-        answer.await.ok()
+        let sent = self.commands.send(asked).await;
+        sent.map_err(|_| NoAnswer::NotSent)?;
+        answer.await.map_err(|_| NoAnswer::Lost)
     }
 
     async fn run(self: Arc<Self>, context: Context, mut asked: mpsc::Receiver<Asked>) -> Ended {
@@ -398,17 +435,21 @@ impl Running {
 
     /// Saves the changes. If the store cannot be reached, the rollout is blocked until it can.
     async fn save(&self, context: &Context) -> Result<(), StoreError> {
-        let writes = {
+        let (writes, entries) = {
             let mut rollout = self.rollout();
             let writes = storage::changed(&mut rollout);
-            context.keys.signed(&rollout.header().run, writes)
+            let header = rollout.header();
+            (context.keys.signed(&header.run, writes), header.entries)
         };
         if writes.is_empty() {
             return Ok(());
         }
         let (store, fence) = (context.store.as_ref(), &context.fence);
         let saved = persist(context, || commit_all(store, fence, &writes)).await;
-        self.version.send_modify(|version| *version += 1);
+        if saved.is_ok() {
+            self.saved_entries.store(entries, Ordering::Release);
+        }
+        self.changed();
         context.changes.send_modify(|changes| *changes += 1);
         saved
     }

@@ -65,9 +65,9 @@ pub fn rollout(rollout: &Rollout, guests: bool, sight: &Sight<'_>) -> v1::Rollou
             .map(standing::gate)
             .collect(),
         next_steps: standing::next_steps(rollout.next_steps(now())),
-        keys: standing::keys(rollout.members()),
+        keys: standing::keys(sight.of(rollout.members())),
         guarded: match guests {
-            true => standing::guarded(rollout.members()),
+            true => standing::guarded(sight.of(rollout.members())),
             false => vec![],
         },
     }

@@ -19,6 +19,7 @@ use serde_json::json;
 
 pub use self::config::{ConfigError, Webhook, read};
 use crate::clock::timestamp;
+use crate::sight::without_addresses;
 use crate::controller::Leadership;
 use crate::metrics::Metrics;
 use crate::rollout::{Event, Header, Millis, TimelineEntry, lasting};
@@ -96,7 +97,7 @@ fn first_due(rollouts: &[Arc<Running>], webhook: &str, now: Millis) -> Option<Du
     let due = rollouts.iter().filter_map(|running| {
         let rollout = running.rollout();
         let header = rollout.header();
-        let (entry, dropped) = first_of(header, webhook, now)?;
+        let (entry, dropped) = first_of(header, webhook, running.saved_entries(), now)?;
         Some(Due {
             running: Arc::clone(running),
             number: entry.number,
@@ -110,10 +111,11 @@ fn first_due(rollouts: &[Arc<Running>], webhook: &str, now: Millis) -> Option<Du
 }
 
 /// Returns the first entry of the timeline that must be delivered to the webhook, and the number of
-/// earlier entries that the timeline has dropped.
+/// earlier entries that the timeline has dropped. Entries after number `saved` are not stored yet.
 fn first_of<'h>(
     header: &'h Header,
     webhook: &str,
+    saved: u64,
     now: Millis,
 ) -> Option<(&'h TimelineEntry, u64)> {
     let done = header.delivered.get(webhook).copied().unwrap_or(0);
@@ -124,7 +126,7 @@ fn first_of<'h>(
     let is_tried = done > 0;
     let is_recent = |entry: &TimelineEntry| now.saturating_sub(entry.time) < MAX_AGE;
     let left = header.timeline.iter();
-    let mut left = left.filter(|entry| entry.number > done);
+    let mut left = left.filter(|entry| entry.number > done && entry.number <= saved);
     let first_left = left.clone().next()?.number;
     let entry = left.find(|entry| is_subject(entry) && (is_tried || is_recent(entry)))?;
     let dropped = match is_tried {
@@ -135,7 +137,10 @@ fn first_of<'h>(
 }
 
 /// Returns the JSON of an event. It depends only on stored values, so a repeat has the same text.
+/// Addresses of a guest's kernel are hidden from other parties.
 fn body(header: &Header, entry: &TimelineEntry) -> String {
+    let mut text = entry.text.clone();
+    without_addresses(&mut text);
     let event = match entry.event {
         Event::GateClosed => "rollout.gate_closed",
         Event::Drift => "rollout.drift",
@@ -150,7 +155,7 @@ fn body(header: &Header, entry: &TimelineEntry) -> String {
             "digest": header.digest,
             "phase": entry.phase.name(),
             "principal": entry.principal,
-            "text": entry.text,
+            "text": text,
             "number": entry.number,
         },
     });

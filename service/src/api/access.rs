@@ -258,7 +258,9 @@ fn scope(metadata: &MetadataMap, by_person: bool) -> Result<KeyScope, AccessErro
     }
     let scope = Scope::decode(bytes).map_err(|_| bad("is no encoded scope"))?;
     if scope.person.is_some() != by_person {
-        return Err(bad("and the role disagree on whether there are rules for a person"));
+        return Err(bad(
+            "and the role disagree on whether there are rules for a person",
+        ));
     }
     KeyScope::new(scope).map_err(|error| bad(&format!("has a malformed glob: {error}")))
 }

@@ -142,6 +142,24 @@ impl Policy {
         rules.any(|rule| rule.principals.select_path(principal) && rule.guests.select_whole(guest))
     }
 
+    /// Returns the name of the rule that makes the principal an admin of all guests and keys,
+    /// without caps; `None` if there is none.
+    #[must_use]
+    pub fn unlimited_admin(&self, principal: &str) -> Option<&str> {
+        let everything = ["*"];
+        let is_unlimited = |rule: &&Rule| {
+            let guests = rule.guests.texts();
+            let is_named = rule.principals.select_path(principal);
+            is_named
+                && rule.role >= Role::Admin
+                && (guests.is_empty() || guests == everything)
+                && !rule.limits_keys()
+                && rule.max_guests.is_none()
+        };
+        let rule = self.rules.iter().find(is_unlimited)?;
+        Some(&rule.name)
+    }
+
     /// Returns whether the rules limit the calls that others make for this person. They do if one
     /// of them names the person by a pattern that does not select everybody.
     #[must_use]
@@ -432,10 +450,35 @@ rules:
         ] {
             assert!(bounds(named, ALICE), "{named}");
         }
-        assert!(!bounds(
+        // Whoever is left out of a rule is named by it, and has none of its rights.
+        assert!(bounds(
             "'spiffe://example.org/**', '!spiffe://example.org/net/*'",
             ALICE
         ));
+    }
+
+    #[test]
+    fn an_unlimited_admin_has_a_rule_without_any_limit() {
+        let is_unlimited = |limits: &str| {
+            let text = format!("rules: [{{name: a, principals: ['uid:7'], {limits}}}]");
+            let policy = Policy::parse(&text).expect("a policy");
+            policy.unlimited_admin("uid:7").is_some()
+        };
+        for limits in ["role: admin", "role: admin, guests: ['*']"] {
+            assert!(is_unlimited(limits), "{limits}");
+        }
+        for limits in [
+            "role: operator",
+            "role: admin, guests: ['!db-*']",
+            "role: admin, guests: ['*', '!db-*']",
+            "role: admin, keys: ['net_*']",
+            "role: admin, max_keys: 9",
+            "role: admin, max_guests: 9",
+        ] {
+            assert!(!is_unlimited(limits), "{limits}");
+        }
+        let other = Policy::parse(POLICY).expect("a policy");
+        assert_eq!(other.unlimited_admin("uid:7"), None);
     }
 
     #[test]

@@ -335,9 +335,13 @@ impl Rule {
             })
         };
         let principals = patterns("principals", &rule.principals)?;
-        let mut named = rule.principals.clone();
-        named.retain(|text| text != "*" && text != "**");
-        let named = match named.iter().all(|text| text.starts_with('!')) {
+        // An exclusion names a person too: one who shall have none of the rule's rights.
+        let texts = rule.principals.iter();
+        let texts = texts.filter(|text| *text != "*" && *text != "**");
+        let named: Vec<String> = texts
+            .map(|text| text.strip_prefix('!').unwrap_or(text).to_owned())
+            .collect();
+        let named = match named.is_empty() {
             true => None,
             false => Some(patterns("principals", &named)?),
         };

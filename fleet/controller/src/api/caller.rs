@@ -17,7 +17,7 @@ use tonic_types::{ErrorDetails, StatusExt};
 use crate::authority::{Refused, approvals_needed, may_view, operates};
 use crate::controller::Controller;
 use crate::rollout::Rollout;
-use crate::sight::Sight;
+use crate::sight::{Sight, without_addresses};
 use crate::view;
 
 /// A caller that the policy names, and the policy that is in force when the call begins.
@@ -62,11 +62,17 @@ impl Caller {
         if !sight.sees_all {
             let hidden = sight.hidden(rollout);
             shown.message = hidden.shown(&shown.message);
+            for gate in &mut shown.gates {
+                gate.message = hidden.shown(&gate.message);
+            }
             let timeline = &mut shown.timeline;
             timeline.retain(|entry| !hidden.is_named_in(&entry.text));
         }
         if !self.sees_addresses(rollout) {
             without_addresses(&mut shown.message);
+            for gate in &mut shown.gates {
+                without_addresses(&mut gate.message);
+            }
             for guest in &mut shown.guests {
                 without_addresses(&mut guest.message);
             }
@@ -93,6 +99,7 @@ impl Caller {
             }
             Refused::Unapproved(_) | Refused::NotLegal(_) => Status::failed_precondition(why),
             Refused::Audit(_) | Refused::Deposed => Status::unavailable(why),
+            Refused::Unknown => status(Code::Aborted, "OUTCOME_UNKNOWN", why, HashMap::new()),
         }
     }
 
@@ -148,11 +155,4 @@ fn status(
 ) -> Status {
     let details = ErrorDetails::with_error_info(reason, ERROR_DOMAIN, metadata);
     Status::with_error_details(code, message, details)
-}
-
-/// Hides the addresses of a guest's kernel in a text.
-pub fn without_addresses(text: &mut String) {
-    let mut bytes = std::mem::take(text).into_bytes();
-    hide_in_text(&mut bytes);
-    *text = String::from_utf8_lossy(&bytes).into_owned();
 }

@@ -68,7 +68,12 @@ async fn report(hosts: &Hosts, observed: &Observed) -> Result<Report, String> {
     let host = &observed.host;
     let host = hosts.get(host).ok_or_else(|| no_host(host))?;
     if observed.before.boot_id.starts_with(MEMORY) {
-        return from_memory(&host, &observed.guest).await;
+        let report = from_memory(&host, &observed.guest).await?;
+        let kind = |boot_id: &str| boot_id.split(' ').nth(1).map(str::to_owned);
+        return match kind(&report.boot_id) == kind(&observed.before.boot_id) {
+            true => Ok(report),
+            false => Err("its kernel's count of warnings was readable only once".to_owned()),
+        };
     }
     let agent = host.agent(&observed.guest).await?;
     match agent.absent.is_empty() {
@@ -90,14 +95,18 @@ async fn from_memory(host: &Host, guest: &str) -> Result<Report, String> {
 
 impl Report {
     fn of_memory(boot: &str, state: v1::KernelState) -> Self {
-        let counted = state.warnings.zip(state.oopses);
-        let counted = counted.map(|(warnings, oopses)| warnings.saturating_add(oopses));
-        // A kernel that does not count its warnings has a taint from the first one on.
-        let tainted = || u64::from((state.taints.unwrap_or(0) & REPORTED).count_ones());
+        let (kind, kernel_warnings) = match state.warnings.zip(state.oopses) {
+            Some((warnings, oopses)) => ("counted", warnings.saturating_add(oopses)),
+            // A kernel that does not count its warnings has a taint from the first one on.
+            None => {
+                let taints = state.taints.unwrap_or(0) & REPORTED;
+                ("taints", taints.count_ones().into())
+            }
+        };
         let pressure = state.pressure.into_iter();
         Self {
-            boot_id: bounded(&format!("{MEMORY}{boot}")),
-            kernel_warnings: counted.unwrap_or_else(tainted),
+            boot_id: bounded(&format!("{MEMORY}{kind} {boot}")),
+            kernel_warnings,
             last_message: String::new(),
             pressure: pressure
                 .map(|one| (one.resource, one.average_60s))
@@ -230,7 +239,7 @@ mod tests {
             ..state
         };
         assert_eq!(of(counted.clone()).kernel_warnings, u64::MAX);
-        assert_eq!(of(counted).boot_id, "memory 7f");
+        assert_eq!(of(counted).boot_id, "memory counted 7f");
     }
 
     #[test]

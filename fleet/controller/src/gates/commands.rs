@@ -60,11 +60,9 @@ pub struct NotUsable {
 enum Why {
     #[error("{} is not used: {error}", .path.display())]
     NotTrusted { path: PathBuf, error: NotTrusted },
-    #[error("{} is malformed: {error}", .path.display())]
-    Malformed {
-        path: PathBuf,
-        error: serde_yaml_ng::Error,
-    },
+    /// The parser's error may quote a secret from the file, so it is only logged.
+    #[error("{} is malformed at line {line}; see the controller's log", .path.display())]
+    Malformed { path: PathBuf, line: usize },
     #[error("{0:?} is not a name of a command; give 1 to 64 letters, digits, '-' and '_'")]
     Name(String),
     #[error("{0:?} is not the absolute path of a program")]
@@ -170,7 +168,11 @@ fn read(folder: &Path, name: &str) -> Result<Usable, Why> {
     };
     let file: CommandFile = match serde_yaml_ng::from_slice(&content) {
         Ok(file) => file,
-        Err(error) => return Err(Why::Malformed { path, error }),
+        Err(error) => {
+            tracing::error!("{} is malformed: {error}", path.display());
+            let line = error.location().map_or(0, |at| at.line());
+            return Err(Why::Malformed { path, line });
+        }
     };
     usable(file)
 }

@@ -167,7 +167,14 @@ async fn respond(
             let running = find_rollout(shared, field("rollout"))?;
             let (host, guest) = (field("host"), field("guest"));
             access::may_view(&policy, principal, Some(guest)).map_err(forbidden)?;
-            let reasons = rows::explain(&running.rollout(), host, guest, now());
+            let rollout = running.rollout();
+            let sight = Sight::new(&policy, principal);
+            let hidden = sight.hidden(&rollout);
+            let reasons = rows::explain(&rollout, host, guest, now());
+            let reasons = reasons.map(|reasons| {
+                let shown = reasons.iter().map(|reason| hidden.shown(reason));
+                shown.collect::<Vec<_>>()
+            });
             let none = || Refused::new(StatusCode::NOT_FOUND, "the rollout has no such guest");
             Ok(json(&reasons.ok_or_else(none)?))
         }
@@ -275,7 +282,9 @@ async fn command(
         let status = match refused {
             NotGiven::Denied(_) => StatusCode::FORBIDDEN,
             NotGiven::Unapproved(_) | NotGiven::NotLegal(_) => StatusCode::CONFLICT,
-            NotGiven::Audit(_) | NotGiven::Deposed => StatusCode::SERVICE_UNAVAILABLE,
+            NotGiven::Audit(_) | NotGiven::Deposed | NotGiven::Unknown => {
+                StatusCode::SERVICE_UNAVAILABLE
+            },
         };
         Refused::new(status, why)
     })?;

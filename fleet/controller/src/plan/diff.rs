@@ -55,6 +55,7 @@ pub async fn compare(
     hosts: &Hosts,
     running: &Running,
     text: &str,
+    principal: &str,
     may_plan: impl Fn(&Rollout) -> Result<(), String>,
 ) -> Result<Diff, DiffError> {
     let spec = Spec::parse(text)?;
@@ -70,7 +71,7 @@ pub async fn compare(
         may_plan(&rollout).map_err(DiffError::Denied)?;
         header.name.clone()
     };
-    let planned = super::plan(hosts, &name, text, &spec, "", now()).await;
+    let planned = super::plan(hosts, &name, text, &spec, principal, now()).await;
     may_plan(&planned).map_err(DiffError::Denied)?;
     let rollout = running.rollout();
     Ok(diff((&rollout, &running.spec), (&planned, &spec)))

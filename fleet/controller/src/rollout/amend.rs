@@ -98,6 +98,9 @@ impl Rollout {
         if member.boot.is_empty() {
             member.boot.clone_from(&earlier.boot);
         }
+        // An end that the guest does not confirm must not count as one.
+        member.is_confirmed =
+            earlier.is_confirmed && earlier.expires.is_none() && member.boot == earlier.boot;
         self.raise(index);
         self.run.retries.remove(&index);
         self.set(index, State::Superseded);
@@ -127,6 +130,10 @@ impl Rollout {
                 self.set(index, State::Adopted);
             }
         }
+        // A guest that became a member meanwhile must keep its claims until they are released.
+        let known = self.current();
+        let mut joined = joined;
+        joined.retain(|one| !known.contains_key(&guest(one)));
         let count = drifted.len() + joined.len();
         self.append(joined);
         self.note(

@@ -213,6 +213,11 @@ impl Rollout {
     }
 
     /// Sets the reason why guests that joined are not changed; empty if there is none.
+    /// Returns the reason why guests that joined are not changed; empty if there is none.
+    pub fn late(&self) -> &str {
+        &self.run.late
+    }
+
     pub fn set_late(&mut self, why: String) {
         self.run.late = why;
     }

@@ -92,6 +92,11 @@ impl RecordKeys {
         })
     }
 
+    /// Returns whether records that are not authenticated are accepted.
+    pub fn adopts(&self) -> bool {
+        self.adopts
+    }
+
     /// Also accepts records that are not authenticated, so that they can be signed.
     #[must_use]
     pub fn adopting(mut self) -> Self {

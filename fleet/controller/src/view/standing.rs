@@ -77,8 +77,8 @@ pub fn keys<'m>(members: impl IntoIterator<Item = &'m Member>) -> Vec<v1::Claime
 }
 
 /// Returns the guarded keys that any of the members claims.
-pub fn guarded(members: &[Member]) -> Vec<v1::GuardedKey> {
-    let sets = members.iter().map(|member| &member.plan.set);
+pub fn guarded<'m>(members: impl Iterator<Item = &'m Member>) -> Vec<v1::GuardedKey> {
+    let sets = members.map(|member| &member.plan.set);
     let all = sets.flat_map(|set| set.guarded());
     let all: BTreeMap<&str, &str> = all.map(|one| (&*one.key, &*one.advice)).collect();
     let all = all.into_iter().map(|(key, advice)| v1::GuardedKey {

@@ -9,6 +9,7 @@ use base64::engine::general_purpose::STANDARD;
 use serde::Deserialize;
 
 use crate::spec::Duration;
+use crate::trusted::{self, Forbidden};
 
 /// The maximum size of the file, and of a file with a secret.
 const MAX_FILE_BYTES: u64 = 1 << 16;
@@ -75,7 +76,7 @@ pub fn read(path: &Path) -> Result<Vec<Webhook>, ConfigError> {
         why,
     };
     let file: File =
-        serde_yaml_ng::from_str(&text(path)?).map_err(|error| wrong(error.to_string()))?;
+        serde_yaml_ng::from_str(&text(path, Forbidden::Write)?).map_err(|error| wrong(error.to_string()))?;
     if file.webhooks.len() > MAX_WEBHOOKS {
         let count = file.webhooks.len();
         return Err(wrong(format!(
@@ -132,7 +133,7 @@ fn check(fields: Fields) -> Result<Webhook, String> {
 
 /// Reads the secret of a webhook: `whsec_` and 24 to 64 bytes in base64.
 pub(super) fn secret(path: &Path) -> Result<Vec<u8>, ConfigError> {
-    let text = text(path)?;
+    let text = text(path, Forbidden::All)?;
     let secret = text.trim().strip_prefix(PREFIX);
     let secret = secret.and_then(|secret| STANDARD.decode(secret).ok());
     let secret = secret.filter(|secret| SECRET_BYTES.contains(&secret.len()));
@@ -144,16 +145,12 @@ pub(super) fn secret(path: &Path) -> Result<Vec<u8>, ConfigError> {
     })
 }
 
-fn text(path: &Path) -> Result<String, ConfigError> {
-    use std::io::Read as _;
-    let failed = |error| ConfigError::File {
+fn text(path: &Path, forbidden: Forbidden) -> Result<String, ConfigError> {
+    let wrong = |why: String| ConfigError::Wrong {
         path: path.to_owned(),
-        error,
+        why,
     };
-    let mut text = String::new();
-    let file = std::fs::File::open(path).map_err(failed)?;
-    file.take(MAX_FILE_BYTES)
-        .read_to_string(&mut text)
-        .map_err(failed)?;
-    Ok(text)
+    let content = trusted::read(path, forbidden, MAX_FILE_BYTES);
+    let content = content.map_err(|error| wrong(error.to_string()))?;
+    String::from_utf8(content).map_err(|_| wrong("it is not UTF-8".to_owned()))
 }

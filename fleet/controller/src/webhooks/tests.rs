@@ -148,9 +148,9 @@ fn events_come_in_order_after_the_last_one_that_was_accepted() {
     let mut header = header(&entries);
     for (done, next) in [(0, Some(1)), (1, Some(4)), (4, Some(5)), (5, None)] {
         header.delivered = [("pager".to_owned(), done)].into();
-        let found = first_of(&header, "pager", 5000);
+        let found = first_of(&header, "pager", u64::MAX, 5000);
         assert_eq!(found.map(|(entry, _)| entry.number), next, "{done}");
-        let other = first_of(&header, "chat", 5000);
+        let other = first_of(&header, "chat", u64::MAX, 5000);
         assert_eq!(
             other.map(|(entry, _)| entry.number),
             Some(1),
@@ -159,17 +159,17 @@ fn events_come_in_order_after_the_last_one_that_was_accepted() {
     }
     // Entries without numbers, which earlier versions wrote, are not delivered.
     let old = self::header(&[(0, Event::Phase)]);
-    assert!(first_of(&old, "pager", 0).is_none());
+    assert!(first_of(&old, "pager", u64::MAX, 0).is_none());
 }
 
 #[test]
 fn what_the_timeline_has_dropped_is_counted_and_what_is_too_old_for_a_new_webhook_is_not() {
     let mut header = header(&[(7, Event::Phase), (8, Event::Phase)]);
     let late = MAX_AGE + 7500;
-    let found = first_of(&header, "pager", late).expect("due");
+    let found = first_of(&header, "pager", u64::MAX, late).expect("due");
     assert_eq!((found.0.number, found.1), (8, 0));
     header.delivered = [("pager".to_owned(), 3)].into();
-    let found = first_of(&header, "pager", late).expect("due");
+    let found = first_of(&header, "pager", u64::MAX, late).expect("due");
     assert_eq!((found.0.number, found.1), (7, 3), "it was tried before");
 }
 

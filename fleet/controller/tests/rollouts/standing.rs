@@ -49,7 +49,7 @@ async fn a_rollout_that_has_ended_is_not_planned_again() {
              the new one another --name"
         );
     }
-    let error = diff::compare(leads.hosts(), &running, &text, |_| Ok(())).await;
+    let error = diff::compare(leads.hosts(), &running, &text, "alice", |_| Ok(())).await;
     assert!(matches!(error, Err(DiffError::Over { .. })), "{error:?}");
 }
 
@@ -61,9 +61,9 @@ async fn a_spec_is_compared_with_the_rollout_that_runs() {
     let running = replica.start("net", &text).await;
     wait_for(&running, |phase| phase == Phase::Running(Stage::Baking)).await;
     let leads = replica.lead().await;
-    let same = diff::compare(leads.hosts(), &running, &text, |_| Ok(())).await;
+    let same = diff::compare(leads.hosts(), &running, &text, "alice", |_| Ok(())).await;
     assert_eq!(same.expect("compared"), diff::Diff::default());
-    let error = diff::compare(leads.hosts(), &running, "title: 7", |_| Ok(())).await;
+    let error = diff::compare(leads.hosts(), &running, "title: 7", "alice", |_| Ok(())).await;
     assert!(matches!(error, Err(DiffError::Spec(_))), "{error:?}");
 
     let other = text
@@ -74,7 +74,7 @@ async fn a_spec_is_compared_with_the_rollout_that_runs() {
         .replace("web-*", "web-[01]")
         .replace("canary, size: 1", "canary, size: 2")
         + "ttl: 1h\n";
-    let diff = diff::compare(leads.hosts(), &running, &other, |_| Ok(())).await;
+    let diff = diff::compare(leads.hosts(), &running, &other, "alice", |_| Ok(())).await;
     let diff = diff.expect("compared");
     let keys = diff.keys.iter().map(|(key, guests)| {
         let (before, after) = (key.before.as_deref(), key.after.as_deref());

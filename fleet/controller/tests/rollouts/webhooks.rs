@@ -113,6 +113,8 @@ impl Server {
     fn webhook(&self, url: &str, more: &str) -> Vec<Webhook> {
         let secret = self.folder.path().join("secret");
         std::fs::write(&secret, format!("whsec_{SECRET}\n")).expect("written");
+        let own = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+        std::fs::set_permissions(&secret, own).expect("permitted");
         let url = url.replace("PORT", &self.port.to_string());
         let secret = secret.display();
         let text =
