@@ -140,8 +140,8 @@ where
             None => given.find(|address| !asked.contains(address)),
             Some(leader) if hops == MAX_HOPS || asked.contains(&leader) => {
                 return Err(Failure::error(format!(
-                    "{address} names {leader} as the leader, which does not lead or answer yet; \
-                     try again"
+                    "{address} names {leader} as the leader, but that replica does not lead or \
+                     answer yet; try again"
                 )));
             }
             Some(leader) => {

@@ -54,12 +54,12 @@ pub enum Refused {
     NotLegal(#[from] NotLegal),
     #[error("the audit log cannot be written, so the command is not carried out: {0}")]
     Audit(String),
-    /// The replica does not lead, and has done nothing.
+    /// The replica does not lead, and has not carried out the command.
     #[error("this replica does not lead any more")]
     Deposed,
     #[error(
-        "this replica stopped leading while it carried the command out; see `rollout status` for \
-         whether it did"
+        "this replica stopped leading while it carried out the command; `rollout status` shows \
+         whether the command took effect"
     )]
     Unknown,
 }
@@ -461,8 +461,8 @@ fn check_promotion(policy: &Policy, question: &Question<'_>) -> Result<(), Refus
     }
 }
 
-/// Checks that no guest leaves a rollout whose gates the policy wants approved while it goes on. The
-/// gates count only guests that have not left, so leaving could open them.
+/// Checks that no guest leaves a rollout while it is running or paused, if the policy demands
+/// approvals for it. Gates count only guests that have not left, so this could open them.
 fn check_leaving(
     policy: &Policy,
     question: &Question<'_>,

@@ -532,7 +532,7 @@ impl Host {
 
 async fn permit(permits: &Semaphore) -> Result<SemaphorePermit<'_>, Status> {
     let permit = permits.acquire().await;
-    permit.map_err(|_| Status::unavailable("the controller ends"))
+    permit.map_err(|_| Status::unavailable("the controller is shutting down"))
 }
 
 tokio::task_local! {

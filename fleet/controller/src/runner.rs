@@ -129,9 +129,9 @@ pub struct Running {
 /// The reason why a command has no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NoAnswer {
-    /// The runner had ended before. The command was not carried out.
+    /// The runner had already ended. The command was not carried out.
     NotSent,
-    /// The runner has ended meanwhile. The store may have taken the command.
+    /// The runner ended during the command. The store may contain its effect.
     Lost,
 }
 

@@ -161,7 +161,7 @@ impl Policy {
     }
 
     /// Returns whether the rules limit the calls that others make for this person. They do if one
-    /// of them names the person by a pattern that does not select everybody.
+    /// of them names the person by a pattern or an exclusion that does not select everybody.
     #[must_use]
     pub fn bounds(&self, person: &str) -> bool {
         let mut named = self.rules.iter().filter_map(|rule| rule.named.as_ref());

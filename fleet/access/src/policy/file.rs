@@ -335,7 +335,7 @@ impl Rule {
             })
         };
         let principals = patterns("principals", &rule.principals)?;
-        // An exclusion names a person too: one who shall have none of the rule's rights.
+        // An exclusion also names a person, who must not have the rule's rights.
         let texts = rule.principals.iter();
         let texts = texts.filter(|text| *text != "*" && *text != "**");
         let named: Vec<String> = texts

@@ -3,7 +3,7 @@
 //!
 //! A controller sends an assertion with the call ([`patchbay_access::assertion`]). If the assertion
 //! is not accepted, the call is refused. Otherwise it would be made with the full rights of the
-//! controller, and recorded without the person.
+//! controller, and recorded without the person. Only calls that end claims are still carried out.
 
 use std::time::SystemTime;
 
@@ -43,7 +43,7 @@ impl Node {
         let person = asserted.or_else(|why| {
             let (principal, method) = (call.principal(), call.method);
             self.audit.denied(principal, "", method.path, guest, &why);
-            // The end of claims needs no person, and a wrong clock must not prevent an undo.
+            // Ending claims needs no person, and a wrong clock must not prevent an undo.
             if gives_back(call) {
                 return Ok(None);
             }
