@@ -450,7 +450,7 @@ rules:
         ] {
             assert!(bounds(named, ALICE), "{named}");
         }
-        // Whoever is left out of a rule is named by it, and has none of its rights.
+        // A rule names everyone whom it excludes, and gives them none of its rights.
         assert!(bounds(
             "'spiffe://example.org/**', '!spiffe://example.org/net/*'",
             ALICE

@@ -97,7 +97,7 @@ impl RecordKeys {
         self.adopts
     }
 
-    /// Also accepts records that are not authenticated, so that they can be signed.
+    /// Makes [`Self::open`] accept records that are not authenticated, so that they can be signed.
     #[must_use]
     pub fn adopting(mut self) -> Self {
         self.adopts = true;
