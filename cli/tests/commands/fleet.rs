@@ -299,7 +299,7 @@ fn certificates_are_needed_and_checked() {
     let other = format!("localhost:{port}");
     let (_, said, code) = fleet.by("bob", &["--fleet", &other, "rollout", "list"]);
     assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("must be for this address"), "{said}");
+    assert!(said.contains("certificate is for this address"), "{said}");
 
     let mut foreign = fleet.command(&list);
     foreign.envs(fleet.variables("other", "alice"));
