@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Prints the commands that make a user of etcd with a role, for the controllers and for each host.
+# Prints the commands that create users of etcd and their roles: one for the controllers, and one for each host.
 #
 #     etcd-roles.sh [--etcd-root PREFIX] CONTROLLER [HOST...]
 #
@@ -15,21 +15,21 @@ if [ "${1-}" = --etcd-root ]; then
     shift; shift || refuse 'give the prefix'
 fi
 case $root in
-    *[!A-Za-z0-9_./-]*) refuse "$root has other characters than letters, digits, '-', '_', '.' and '/'" ;;
+    *[!A-Za-z0-9_./-]*) refuse "the prefix $root must consist of letters, digits, '-', '_', '.' and '/'" ;;
     */) ;;
     *) refuse "the prefix $root does not end with a slash" ;;
 esac
 controller=${1-}
 [ $# -eq 0 ] || shift
-# The output is commands of a shell.
+# The output is run by a shell, so names must not contain special characters.
 for name in "$controller" "$@"; do
     case $name in
-        ''|*[!A-Za-z0-9_.-]*) refuse "\"$name\" is no name of letters, digits, '-', '_' and '.'" ;;
+        ''|*[!A-Za-z0-9_.-]*) refuse "\"$name\" is not a name of letters, digits, '-', '_' and '.'" ;;
         root) refuse 'etcd gives the user root all rights; give the host or controller another name' ;;
     esac
 done
 for host in "$@"; do
-    [ "$host" != "$controller" ] || refuse "a host cannot have the name $host of the controllers"
+    [ "$host" != "$controller" ] || refuse "the host $host cannot have the same name as the controllers"
 done
 
 role() {

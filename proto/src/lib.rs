@@ -107,8 +107,8 @@ pub const PRINCIPAL_METADATA: &str = "patchbay-principal";
 pub const ROLE_METADATA: &str = "patchbay-role";
 /// Metadata key by which a trusted proxy names the person for whom the principal makes the call.
 pub const PERSON_METADATA: &str = "patchbay-person";
-/// Metadata key of an encoded [`fleet::v1::SignedAssertion`], by which a controller names to a
-/// host's daemon the person for whom it makes the call.
+/// Metadata key of an encoded [`fleet::v1::SignedAssertion`], in which a controller names the
+/// person for whom it calls a host's daemon.
 pub const ASSERTION_METADATA: &str = "patchbay-assertion-bin";
 /// The maximum size of an encoded [`fleet::v1::SignedAssertion`], in bytes.
 pub const MAX_ASSERTION_BYTES: usize = 4096;

@@ -12,8 +12,8 @@ pub const SCOPE_METADATA: &str = "patchbay-scope-bin";
 /// The end of a role in [`ROLE_METADATA`](crate::ROLE_METADATA) if a [`Scope`] limits the call. A
 /// monitor that does not check scopes knows no such role, and refuses the call.
 pub const SCOPED: &str = "/scoped";
-/// The end of a role in place of [`SCOPED`] if the [`Scope`] has rules for a person. A monitor that
-/// does not check these rules knows no such role, and refuses the call.
+/// The end of a role, instead of [`SCOPED`], if the [`Scope`] has rules for a person. A monitor
+/// that does not check these rules does not know such a role, and refuses the call.
 pub const SCOPED_BY_PERSON: &str = "/scoped-by-person";
 /// The maximum size of an encoded scope, in bytes.
 pub const MAX_SCOPE_BYTES: usize = 128 << 10;
@@ -27,7 +27,7 @@ pub struct Scope {
     /// The time at which the caller's credentials expire, in seconds since 1970; 0 if they do not.
     #[prost(int64, tag = "2")]
     pub expires: i64,
-    /// Rules that must permit the call too, for the person for whom the caller makes it.
+    /// The rules for the person for whom the caller makes the call. They must also permit the call.
     #[prost(message, optional, tag = "3")]
     pub person: Option<PersonScope>,
 }

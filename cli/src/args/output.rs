@@ -35,7 +35,7 @@ pub enum LogFormat {
 pub enum RolloutFormat {
     /// A table for people.
     Table,
-    /// A table with more columns, or with all guests.
+    /// A table with more columns, and with all guests for `status`.
     Wide,
     /// One JSON value; watches print one per line.
     Json,
@@ -50,7 +50,7 @@ pub enum RolloutFormat {
 #[derive(Clone, Debug)]
 pub enum OutputArgument {
     Format(Output),
-    /// The table of rollouts with everything.
+    /// The wide table of rollouts.
     Wide,
     /// The file that `trace record` writes.
     File(PathBuf),

@@ -7,36 +7,30 @@ use clap::Args;
 
 use crate::complete;
 
-/// The options with which `patchbay rollout` finds the controller.
+/// The options by which `patchbay rollout` finds the controller.
 #[derive(Debug, Args)]
 pub struct FleetTarget {
-    /// Replica of the controller, over TCP with mutual TLS; may be repeated. Any replica names the
-    /// one that leads. Default: $PATCHBAY_FLEET, with commas between several.
+    /// Address of a replica of the controller, for mutual TLS over TCP; may be repeated. A replica
+    /// that does not lead names the leader. Default: $PATCHBAY_FLEET, a list separated by commas.
     #[arg(long, global = true, value_name = "ADDRESS:PORT", value_delimiter = ',', conflicts_with = "fleet_socket", help_heading = FLEET)]
     pub fleet: Vec<String>,
-    /// Socket of the controller, if neither --fleet nor $PATCHBAY_FLEET is given; default:
-    /// $PATCHBAY_FLEET_SOCKET, else /run/patchbay-fleet/fleet.sock.
+    /// Socket of the controller, used if neither --fleet nor $PATCHBAY_FLEET is given. Default:
+    /// $PATCHBAY_FLEET_SOCKET, or else /run/patchbay-fleet/fleet.sock.
     #[arg(long, global = true, value_name = "PATH", help_heading = FLEET)]
     pub fleet_socket: Option<PathBuf>,
-}
-
-/// The files with which a person and the controller identify themselves over TCP. Other commands
-/// have a --key of their own, so only those of `patchbay rollout` take these options.
-#[derive(Clone, Debug, Args)]
-pub struct FleetFiles {
-    /// Your certificate for --fleet, PEM.
-    #[arg(long, global = true, value_name = "FILE", env = "PATCHBAY_CERT", help_heading = FLEET)]
-    pub cert: Option<PathBuf>,
-    /// Private key of --cert, PEM.
-    #[arg(long, global = true, value_name = "FILE", env = "PATCHBAY_KEY", help_heading = FLEET)]
-    pub key: Option<PathBuf>,
-    /// CAs that must have issued the certificate of the controller, PEM.
-    #[arg(long, global = true, value_name = "FILE", env = "PATCHBAY_CA", help_heading = FLEET)]
-    pub ca: Option<PathBuf>,
+    /// Your certificate for --fleet, in PEM.
+    #[arg(long, global = true, value_name = "FILE", env = "PATCHBAY_FLEET_CERT", help_heading = FLEET)]
+    pub fleet_cert: Option<PathBuf>,
+    /// Private key of --fleet-cert, in PEM.
+    #[arg(long, global = true, value_name = "FILE", env = "PATCHBAY_FLEET_KEY", help_heading = FLEET)]
+    pub fleet_key: Option<PathBuf>,
+    /// CAs that may have issued the controller's certificate, in PEM.
+    #[arg(long, global = true, value_name = "FILE", env = "PATCHBAY_FLEET_CA", help_heading = FLEET)]
+    pub fleet_ca: Option<PathBuf>,
 }
 
 /// The heading of the options of `patchbay rollout`.
-const FLEET: &str = "Options of rollout";
+const FLEET: &str = "Options of `patchbay rollout`";
 /// The heading in the help that separates these options from those of the subcommand.
 pub(super) const GLOBAL: &str = "Options of every command";
 

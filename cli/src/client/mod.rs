@@ -47,7 +47,7 @@ impl Unreachable {
     }
 }
 
-/// Returns the endpoint of a connection.
+/// Returns an endpoint with the timeouts of this program.
 pub fn endpoint() -> Endpoint {
     client::endpoint()
         .connect_timeout(CONNECT_TIMEOUT)
@@ -60,7 +60,7 @@ pub async fn channel(socket: &Path) -> Result<Channel, Unreachable> {
     connected(endpoint().connect_with_connector(connector).await)
 }
 
-/// Returns the connection, or the innermost cause why there is none.
+/// Returns the connection, or the innermost cause of the failure.
 pub fn connected(
     connected: Result<Channel, tonic::transport::Error>,
 ) -> Result<Channel, Unreachable> {

@@ -11,7 +11,7 @@ pub const SOCKET_VARIABLE: &str = "PATCHBAY_SOCKET";
 /// The controller's default socket; [`CONTROLLER_VARIABLE`] overrides it.
 pub const CONTROLLER: &str = "/run/patchbay-fleet/fleet.sock";
 pub const CONTROLLER_VARIABLE: &str = "PATCHBAY_FLEET_SOCKET";
-/// The environment variable that names replicas for commands without --fleet.
+/// The environment variable that names replicas of the controller if --fleet is not given.
 pub const FLEET_VARIABLE: &str = "PATCHBAY_FLEET";
 
 const SUFFIX: &str = "sock";

@@ -6,13 +6,10 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use crate::args::output::{OutputArgument, rollout_format_parser};
-use crate::args::target::FleetFiles;
 use crate::complete;
 
 #[derive(Debug, Args)]
 pub struct RolloutArgs {
-    #[command(flatten)]
-    pub files: FleetFiles,
     #[command(subcommand)]
     pub command: RolloutCommand,
 }
@@ -27,8 +24,8 @@ pub enum RolloutCommand {
         #[arg(long)]
         name: Option<String>,
     },
-    /// Show what a spec would change, compared with the planned or running rollout of this name. Exit
-    /// code 4 if it would change something. This changes nothing.
+    /// Compare a spec with the rollout of this name, which has not ended, and show the differences.
+    /// The exit code is 4 if there are any. This changes nothing.
     Diff {
         /// The spec, in YAML; `-` reads standard input.
         spec: PathBuf,
@@ -42,7 +39,8 @@ pub enum RolloutCommand {
     Start {
         #[command(flatten)]
         reviewed: Reviewed,
-        /// Start it although approvals are missing. Needs the role break-glass, and is reported.
+        /// Start it without the required approvals. This needs the role break-glass, is recorded in
+        /// the audit log, and raises an alert.
         #[arg(long)]
         break_glass: bool,
     },
@@ -50,15 +48,18 @@ pub enum RolloutCommand {
     Status {
         #[arg(add = complete::rollouts())]
         rollout: String,
-        /// Show changes until it ends. On a terminal the status is redrawn; otherwise only lines
-        /// that have changed are printed. If the controller or its leader changes, this reconnects.
+        /// Show changes until the rollout ends. On a terminal the status is redrawn. Otherwise only
+        /// lines that have changed are printed. This reconnects if the controller restarts or
+        /// another replica becomes the leader.
         #[arg(long)]
         watch: bool,
-        /// Format of the output; `wide` also shows every guest and all keys.
+        /// Format of the output; `wide` also shows every guest and up to 50 keys for each wanted
+        /// state.
         #[arg(short, long, default_value = "table", value_name = "FORMAT", value_parser = rollout_format_parser())]
         output: OutputArgument,
     },
-    /// Show who did what when: commands, phases, waves, answers of gates, and drift.
+    /// Show the timeline of a rollout: commands with their persons, phases, waves, results of
+    /// gates, and drift.
     History {
         #[arg(add = complete::rollouts())]
         rollout: String,
@@ -73,13 +74,13 @@ pub enum RolloutCommand {
         #[arg(add = complete::rollouts())]
         rollout: String,
     },
-    /// Skip the gates: continue with the next wave without waiting for the rest of the bake time or
-    /// for the gates, also if one of them is closed. `undo` takes the changes back instead.
+    /// Skip the rest of the bake time and the gates of the wave, even if one of them is closed, and
+    /// continue with the next wave. Use `undo` to take the changes back instead.
     Promote {
         #[arg(add = complete::rollouts())]
         rollout: String,
-        /// Promote it although the policy demands approvals for its keys. Needs the role
-        /// break-glass, and is reported.
+        /// Promote it although the policy demands approvals for its keys. This needs the role
+        /// break-glass, is recorded in the audit log, and raises an alert.
         #[arg(long)]
         break_glass: bool,
     },
@@ -125,7 +126,7 @@ pub enum RolloutCommand {
     },
     /// List rollouts, the newest first.
     List {
-        /// Format of the output; `wide` has more columns.
+        /// Format of the output; `wide` shows more columns.
         #[arg(short, long, default_value = "table", value_name = "FORMAT", value_parser = rollout_format_parser())]
         output: OutputArgument,
     },

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Prints what a spec would change, compared with a rollout.
+//! Prints the differences between a rollout and a spec.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -12,9 +12,9 @@ use super::view::Rollout;
 use crate::failure::{DRIFT, Failure};
 use crate::print::{Printable, counted};
 
-/// The number of guests that are named for each change of their wave. JSON has all of them.
+/// The number of guests that are named for each change of a wave. JSON contains all of them.
 const SHOWN_GUESTS: usize = 10;
-/// The number of keys that are shown. JSON has all of them.
+/// The number of keys that are shown. JSON contains all of them.
 const SHOWN_KEYS: usize = 50;
 
 #[derive(Debug, Serialize)]
@@ -52,7 +52,7 @@ pub struct Field {
 }
 
 impl Diff {
-    /// Fails with exit code 4 if there is a difference.
+    /// Returns a failure with exit code 4 if there is a difference.
     pub fn check(&self) -> Result<(), Failure> {
         match self.keys.len() + self.guests.len() + self.fields.len() {
             0 => Ok(()),
@@ -73,7 +73,7 @@ impl Printable for Diff {
     fn table(&self) -> String {
         let (name, phase) = (&self.rollout, &self.phase);
         if self.keys.is_empty() && self.guests.is_empty() && self.fields.is_empty() {
-            return format!("{name} is {phase}, and is as the spec wants it\n");
+            return format!("{name} is {phase}; the spec would change nothing\n");
         }
         let mut text = format!("{name} is {phase}; the spec would change:\n");
         for key in self.keys.iter().take(SHOWN_KEYS) {

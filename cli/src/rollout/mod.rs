@@ -60,7 +60,7 @@ pub async fn run(
         }
         _ => None,
     };
-    let (place, command) = (target.place(arguments.files)?, arguments.command);
+    let (place, command) = (target.place()?, arguments.command);
     if let RolloutCommand::Status {
         rollout,
         watch: true,
@@ -77,7 +77,7 @@ pub async fn run(
     .await
 }
 
-/// Runs one subcommand at one replica.
+/// Runs a subcommand on one replica.
 async fn run_at(
     controller: Controller,
     command: RolloutCommand,
@@ -349,7 +349,7 @@ fn name_of(path: &Path) -> String {
     }
 }
 
-/// Adds the name of the spec to a failure that has a position in it.
+/// Prefixes a failure that contains a position in the spec with the name of the spec.
 fn in_spec(spec: &Path, mut refused: Refused) -> Refused {
     if let Refused::Failed(Failure { message, .. }) = &mut refused
         && message.starts_with("line ")
@@ -424,7 +424,7 @@ fn are(count: u64, noun: &str) -> String {
     format!("{} {verb}", counted(count, noun))
 }
 
-/// Returns the failure of a call.
+/// Converts the error of a call.
 pub fn failed(status: Status) -> Refused {
     if let Some(refused) = replicas::not_leader(&status) {
         return refused;

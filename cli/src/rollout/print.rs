@@ -16,7 +16,7 @@ const SHOWN_TRACEPOINTS: usize = 20;
 /// The maximum number of guests that are listed with a reason.
 pub const SHOWN_GUESTS: usize = 20;
 
-/// Returns a time in seconds since the epoch as RFC 3339 writes it.
+/// Formats a time in seconds since the epoch according to RFC 3339.
 pub fn instant(seconds: i64) -> String {
     time(Some(prost_types::Timestamp { seconds, nanos: 0 }))
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Finds the replica of the controller that leads.
+//! Finds the replica of the controller that is the leader.
 
 use std::path::PathBuf;
 
@@ -15,10 +15,10 @@ use crate::client::sockets::{CONTROLLER, CONTROLLER_VARIABLE, FLEET_VARIABLE, va
 use crate::client::{self, Unreachable};
 use crate::failure::Failure;
 
-/// The maximum number of times that a command goes on to the replica that another one names.
+/// The maximum number of times that a command follows the address of a leader.
 const MAX_HOPS: usize = 3;
 
-/// The place of the controller.
+/// The ways to reach the controller.
 #[derive(Clone)]
 pub enum Place {
     Socket(PathBuf),
@@ -28,8 +28,8 @@ pub enum Place {
 
 /// The reason why a command failed at one replica.
 pub enum Refused {
-    /// The replica does not lead, and has done nothing. It knows the leader's address if there is
-    /// one.
+    /// The replica does not lead, and has not carried out the command. `leader` is the leader's
+    /// address if it is known.
     NotLeader {
         leader: Option<String>,
         message: String,
@@ -44,10 +44,10 @@ impl From<Failure> for Refused {
 }
 
 impl FleetTarget {
-    /// Returns the place that the options and the environment name.
+    /// Returns the place that the options and the environment determine.
     ///
     /// # Errors
-    /// A certificate is missing.
+    /// An address is malformed, or a certificate file is not given.
     pub fn place(self, files: FleetFiles) -> Result<Place, Failure> {
         let addresses = match (self.fleet_socket, self.fleet) {
             (Some(socket), _) => return Ok(Place::Socket(socket)),
@@ -65,12 +65,12 @@ impl FleetTarget {
         }
         if let Some(wrong) = addresses.iter().find(|address| !is_address(address)) {
             return Err(Failure::usage(format!(
-                "{wrong:?} is no address of a controller; give ADDRESS:PORT"
+                "{wrong:?} is not the address of a controller; give ADDRESS:PORT"
             )));
         }
         let (Some(certificate), Some(key), Some(ca)) = (files.cert, files.key, files.ca) else {
             return Err(Failure::usage(
-                "a controller over TCP identifies you by a certificate; give --cert, --key and \
+                "a controller identifies clients over TCP by certificates; give --cert, --key and \
                  --ca, or set PATCHBAY_CERT, PATCHBAY_KEY and PATCHBAY_CA",
             ));
         };
@@ -83,10 +83,10 @@ impl FleetTarget {
     }
 }
 
-/// Runs the command at the replica that leads. A replica that does not lead names the leader.
+/// Runs the command on the leader, whose address the other replicas return.
 ///
 /// # Errors
-/// The failure of the command, or the reason why no leader is found.
+/// The failure of the command, or the reason why no leader was found.
 pub async fn at_leader<F>(place: &Place, command: impl Fn(Channel) -> F) -> Result<(), Failure>
 where
     F: Future<Output = Result<(), Refused>>,
@@ -123,8 +123,8 @@ where
             Err(why) => {
                 let cause = why.cause;
                 failure = Failure::error(format!(
-                    "no controller answers at {address} ({cause}); its certificate must be for \
-                     this address, from a CA of --ca"
+                    "no controller answers at {address} ({cause}); check that it runs, and that its \
+                     certificate is for this address and from a CA of --ca"
                 ));
                 next = given.find(|address| !asked.contains(address));
                 continue;
@@ -163,7 +163,7 @@ async fn connect(files: &TlsFiles, address: &str) -> Result<Channel, Unreachable
     client::connected(client::endpoint().connect_with_connector(connector).await)
 }
 
-/// Returns the failure of a replica that does not lead; `None` for other errors.
+/// Recognizes the error of a replica that does not lead; `None` for other errors.
 pub fn not_leader(status: &Status) -> Option<Refused> {
     let info = status.get_details_error_info()?;
     if info.reason != "NOT_LEADER" || info.domain != ERROR_DOMAIN {

@@ -13,13 +13,13 @@ use crate::print::{Printable, Rows, counted, or_dash};
 /// The number of names of keys that the status shows.
 const SHOWN_KEYS: usize = 5;
 
-/// A rollout with its progress at one time.
+/// A rollout with its progress at a point in time.
 #[derive(Debug, Serialize)]
 #[serde(transparent)]
 pub struct Status<'r> {
     rollout: &'r Rollout,
-    /// The time of the countdowns, in seconds since the epoch. Without it there are none, and the
-    /// text changes only with the rollout.
+    /// The current time for countdowns, in seconds since the epoch. If it is `None`, countdowns are
+    /// left out, and the text changes only when the rollout does.
     #[serde(skip)]
     now: Option<i64>,
     #[serde(skip)]
@@ -48,7 +48,7 @@ impl<'r> Status<'r> {
         }
     }
 
-    /// Returns the line that says what the running rollout does.
+    /// Describes the stage of a running rollout in one line.
     fn stage(&self) -> Option<String> {
         let wave = self.rollout.waves.get(self.rollout.wave as usize)?;
         let name = &wave.name;
@@ -59,7 +59,7 @@ impl<'r> Status<'r> {
                 let over = lasting(wave.bake_seconds - left);
                 let (bake, left) = (lasting(wave.bake_seconds), lasting(left));
                 Some(format!(
-                    "it bakes wave {name}: {over} of {bake} are over, {left} are left"
+                    "it bakes wave {name}: {over} of {bake} have passed, {left} are left"
                 ))
             }
             ("baking", ..) => Some(format!("it bakes wave {name}")),
@@ -76,7 +76,7 @@ impl<'r> Status<'r> {
         }
     }
 
-    /// Returns the progress of a wave in one line.
+    /// Describes the progress of a wave in one line.
     fn wave(&self, index: usize, wave: &Wave) -> String {
         let is_its = |guest: &&RolloutGuest| guest.wave as usize == index;
         let guests: Vec<&RolloutGuest> = self.rollout.guests.iter().filter(is_its).collect();
@@ -273,7 +273,7 @@ impl Printable for WideList {
     }
 }
 
-/// Returns a length of time in words.
+/// Formats a duration.
 fn lasting(seconds: i64) -> String {
     let (hours, minutes, rest) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
     match (hours, minutes) {

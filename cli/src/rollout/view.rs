@@ -11,7 +11,7 @@ pub struct Rollout {
     pub name: String,
     pub title: String,
     pub phase: String,
-    /// The stage of the present wave; empty unless the rollout is running.
+    /// The stage of the current wave; empty unless the rollout is running.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub stage: String,
     pub digest: String,
@@ -37,7 +37,7 @@ pub struct ClaimedKeys {
     pub names: Vec<String>,
 }
 
-/// A guarded key that the rollout claims by consent of its spec.
+/// A guarded key that the rollout claims because its spec has `allow_guarded`.
 #[derive(Debug, PartialEq, Serialize)]
 pub struct GuardedKey {
     pub key: String,
@@ -134,7 +134,7 @@ pub struct TimelineEntry {
     pub text: String,
     /// The phase after the event; empty in an entry of an earlier version.
     pub phase: String,
-    /// The subject: phase, gate, gate closed or drift; empty for another.
+    /// The subject: phase, gate, gate closed or drift; empty for other entries.
     pub subject: String,
     pub number: u64,
 }
@@ -192,7 +192,7 @@ fn word(name: &str, prefix: &str) -> String {
     word.to_lowercase().replace('_', " ")
 }
 
-/// Returns the word, or an empty text if there is no value.
+/// Returns the word, or an empty text for the unspecified value of an enum.
 fn given(word: String) -> String {
     match word == "unspecified" {
         true => String::new(),

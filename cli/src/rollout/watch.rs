@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Follows a rollout until it ends, also if the controller is started again or another replica
+//! Follows a rollout until it ends. It reconnects if the controller restarts or another replica
 //! becomes the leader.
 
 use std::collections::HashSet;
@@ -20,14 +20,14 @@ use crate::failure::Failure;
 use crate::print::{Printable, complain, print_streamed, write};
 use crate::text::harmless;
 
-/// The first delay before a call is repeated. It doubles up to the second.
+/// The first delay before a call is repeated. It doubles up to `MAX_RETRY`.
 const RETRY: Duration = Duration::from_millis(200);
 const MAX_RETRY: Duration = Duration::from_secs(5);
-/// The interval of countdowns on a terminal.
+/// The interval at which countdowns on a terminal are updated.
 const TICK: Duration = Duration::from_secs(1);
 /// Moves the cursor to the beginning of the screen.
 const HOME: &str = "\x1b[H";
-/// Clears the rest of the line, and of the screen.
+/// Clear the rest of the line, and the rest of the screen.
 const CLEAR_LINE: &str = "\x1b[K";
 const CLEAR_REST: &str = "\x1b[J";
 
@@ -77,7 +77,8 @@ impl Screen {
     }
 }
 
-/// Returns the lines of the text that are not among the earlier ones, and keeps the text's.
+/// Returns the lines of the text that are not among `lines`, and stores the lines of the text
+/// there.
 fn changed(lines: &mut HashSet<String>, text: &str) -> String {
     let is_new = |line: &&str| !lines.contains(*line);
     let new: String = text
@@ -89,7 +90,7 @@ fn changed(lines: &mut HashSet<String>, text: &str) -> String {
     new
 }
 
-/// Returns the text with the codes that let it replace what a terminal shows.
+/// Adds the control codes that let the text replace the contents of a terminal.
 fn redrawn(text: &str) -> String {
     let lines: String = text
         .lines()
@@ -98,8 +99,8 @@ fn redrawn(text: &str) -> String {
     format!("{HOME}{lines}{CLEAR_REST}")
 }
 
-/// Returns whether the call may succeed when it is repeated: the controller is gone for now, or
-/// another replica leads.
+/// Returns whether the call may succeed when it is repeated, because the controller cannot be
+/// reached or another replica leads.
 fn is_passing(error: &Error) -> bool {
     matches!(
         error.code(),
@@ -107,21 +108,21 @@ fn is_passing(error: &Error) -> bool {
     )
 }
 
-/// The state of a watch that outlives a connection.
+/// The state of a watch, which is kept across connections.
 struct Watch {
     rollout: String,
     screen: Mutex<Screen>,
     /// A leader has answered since the last failure.
     is_followed: AtomicBool,
-    /// The failure is the answer to the watch, so that repeating it is of no use.
+    /// The leader refused the watch or reported its end, so it must not be repeated.
     is_final: AtomicBool,
 }
 
 /// Shows the rollout until it ends.
 ///
 /// # Errors
-/// No leader answers at the beginning, or the leader refuses the watch. If the rollout has ended,
-/// the reason why it is not completed.
+/// No leader answers the first call, the leader refuses the watch, or the rollout has ended and is
+/// not completed.
 pub async fn watch(place: &Place, rollout: String, screen: Screen) -> Result<(), Failure> {
     let watch = Watch {
         rollout,
@@ -141,12 +142,12 @@ pub async fn watch(place: &Place, rollout: String, screen: Screen) -> Result<(),
         };
         if watch.is_followed.swap(false, Ordering::Relaxed) {
             complain(&format!(
-                "the controller does not answer, and is tried again: {}",
+                "the controller does not answer; trying again: {}",
                 failure.message
             ));
             delay = Some(RETRY);
         }
-        // A controller that has never answered may not exist.
+        // If no leader has ever answered, the address may be wrong.
         let Some(rest) = delay else {
             return Err(failure);
         };
@@ -164,7 +165,7 @@ impl Watch {
             self.is_final.store(is_final, Ordering::Relaxed);
             return Err(failed(error));
         }
-        // The changes are without the guests, which decide about the exit code too.
+        // The stream does not contain the guests, which also determine the exit code.
         let rollout = controller.get(self.rollout.clone()).await?;
         self.is_final.store(true, Ordering::Relaxed);
         Ok(partly(&rollout)?)

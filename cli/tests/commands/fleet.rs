@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests `patchbay rollout` over TCP: certificates, and the way to the replica that leads.
+//! Tests `patchbay rollout` over TCP: certificates, and the search for the leader.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -234,7 +234,7 @@ fn replicas_that_name_each_other_are_not_followed_for_ever() {
     );
     let (_, said, code) = fleet.by("bob", &["--fleet", &addresses[2], "rollout", "list"]);
     assert_eq!(code, Some(1), "{said}");
-    // Three replicas are gone on to.
+    // The command follows three addresses.
     let path = [2, 3, 4, 5, 0]
         .map(|index| addresses[index].as_str())
         .join(" names ");
@@ -246,7 +246,7 @@ fn a_leader_that_cannot_be_reached_is_named() {
     let fleet = Replicas::new();
     for (index, (named, why)) in [
         ("127.0.0.1:1", "no controller answers at 127.0.0.1:1"),
-        // Nothing is connected to, and nothing controls the terminal.
+        // The command makes no connection and sends no control characters to the terminal.
         ("\u{1b}[2J:1", "this replica does not lead"),
     ]
     .into_iter()
@@ -299,7 +299,7 @@ fn certificates_are_needed_and_checked() {
     let other = format!("localhost:{port}");
     let (_, said, code) = fleet.by("bob", &["--fleet", &other, "rollout", "list"]);
     assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("must be for this address"), "{said}");
+    assert!(said.contains("certificate is for this address"), "{said}");
 
     let mut foreign = fleet.command(&list);
     foreign.envs(fleet.variables("other", "alice"));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests what `patchbay rollout` tells about a rollout that runs: status, history and differences.
+//! Tests the status, the history and the differences of a running rollout.
 
 use super::lab::Commands;
 use super::rollouts::{FakeFleet, SPEC, until};
@@ -101,7 +101,7 @@ fn a_status_counts_the_bake_time_down() {
     });
     let line = shown.lines().nth(1).expect("a line");
     assert!(
-        line.starts_with("  it bakes wave 1: ") && line.contains(" of 1h 0m are over, "),
+        line.starts_with("  it bakes wave 1: ") && line.contains(" of 1h 0m have passed, "),
         "{shown}"
     );
     let wave = shown.lines().find(|line| line.starts_with("> wave 1"));
@@ -151,7 +151,7 @@ fn a_spec_is_compared_before_it_is_planned() {
     assert!(said.contains("net has ended and is aborted"), "{said}");
 }
 
-/// Checks that a watch goes on when the controller is stopped and started again.
+/// Checks that a watch continues after the controller is restarted.
 #[test]
 fn a_watch_outlives_its_controller_and_prints_only_changes() {
     let mut fleet = FakeFleet::new();
@@ -178,7 +178,7 @@ fn a_watch_outlives_its_controller_and_prints_only_changes() {
         "a line that has not changed: {rest}"
     );
     let outages = said
-        .matches("the controller does not answer, and is tried again")
+        .matches("the controller does not answer; trying again")
         .count();
     assert_eq!(outages, 1, "{said}");
 }

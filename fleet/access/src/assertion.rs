@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Signs and checks the assertions by which a controller names to a host the person for whom it
-//! makes a call.
+//! Signs and checks assertions. In an assertion, a controller names the person for whom it makes a
+//! call to a host.
 //!
-//! The message is documented in `patchbay/fleet/v1/assertion.proto`. An assertion over TLS has a
-//! signature by the key of the connection's own certificate, so that an assertion of one controller
-//! is worth nothing in the hands of another client. Over a unix socket the uid of the peer stands
-//! for the signature. The policy decides who may assert at all, and the daemon compares the
-//! assertion with the call.
+//! The message is documented in `patchbay/fleet/v1/assertion.proto`. An assertion over TLS is
+//! signed with the key of the client certificate of the connection, so another client cannot use
+//! it. Over a unix socket the uid of the peer replaces the signature. The policy decides who may
+//! assert, and the daemon compares the assertion with the call.
 
 use std::io;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -28,8 +27,8 @@ pub const VALIDITY: Duration = Duration::from_secs(300);
 /// The maximum time by which the clock of the controller may be ahead of the host's.
 pub const MAX_SKEW: Duration = Duration::from_secs(60);
 
-/// The text before the signed bytes, after [`SPACES`]. The form is that of a CertificateVerify in
-/// TLS 1.3, whose context string tells the uses of a key apart.
+/// The text between [`SPACES`] and the signed bytes. The form is that of a CertificateVerify in
+/// TLS 1.3, whose context string distinguishes the uses of a key.
 const CONTEXT: &[u8] = b"patchbay assertion, version 1\0";
 const SPACES: [u8; 64] = [b' '; 64];
 /// The schemes of TLS 1.3, the preferred ones first.
@@ -42,7 +41,7 @@ const SCHEMES: [SignatureScheme; 6] = [
     SignatureScheme::RSA_PSS_SHA512,
 ];
 
-/// The reason why an assertion is not believed.
+/// The reason why an assertion is not accepted.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AssertionError {
     /// The assertion is too long.
@@ -55,26 +54,28 @@ pub enum AssertionError {
     #[error("is not signed; sign it with the key of the certificate of this connection")]
     Unsigned,
     /// The peer has no certificate, and the assertion has a signature.
-    #[error("is signed, and nothing proves the key of a peer on a unix socket; send it unsigned")]
+    #[error("is signed, but a peer on a unix socket has no certificate; send it unsigned")]
     Signed,
-    /// The key of the peer's certificate has not made the signature.
+    /// The signature was not made with the key of the peer's certificate.
     #[error(
-        "is not signed by the key of the certificate of this connection, or was changed since; \
-         sign it with that key"
+        "was not signed with the key of the certificate of this connection, or was changed \
+         afterwards; sign it with that key"
     )]
     Signature,
     /// The assertion is too old.
     #[error(
-        "expired {ago} s ago; it is valid for {} s: compare the clocks of the controller and this host",
+        "expired {ago} s ago, {} s after it was issued; compare the clocks of the controller and this \
+         host",
         VALIDITY.as_secs()
     )]
     Expired {
-        /// The time since its end, in seconds.
+        /// The time since its expiry, in seconds.
         ago: u64,
     },
     /// The time of the assertion is too far ahead.
     #[error(
-        "is from {ahead} s in the future, and the clocks may differ by {} s; set them right",
+        "was issued {ahead} s in the future, and at most {} s are accepted; correct the clocks of the \
+         controller and this host",
         MAX_SKEW.as_secs()
     )]
     Future {
@@ -82,11 +83,11 @@ pub enum AssertionError {
         ahead: u64,
     },
     /// The person's name is not valid for a principal.
-    #[error("names a person whose name is not a principal: 1 to 256 printable ASCII characters")]
+    #[error("names a person with an invalid name; give 1 to 256 printable ASCII characters")]
     Person,
 }
 
-/// The key of a certificate, for signing assertions.
+/// The key of a certificate, which signs assertions.
 #[derive(Debug)]
 pub struct Signer(Box<dyn sign::Signer>);
 
@@ -105,7 +106,7 @@ impl TlsFiles {
         let signer = key.choose_scheme(&SCHEMES);
         signer
             .map(Signer)
-            .ok_or_else(|| wrong(&"the key has none of the kinds that TLS 1.3 has"))
+            .ok_or_else(|| wrong(&"TLS 1.3 has no signature scheme for this kind of key"))
     }
 }
 
@@ -144,7 +145,7 @@ pub fn millis(time: SystemTime) -> i64 {
     i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
 }
 
-/// Reads an assertion that came over the connection of this peer. It is not compared with the call.
+/// Reads and verifies an assertion from this peer. The assertion is not compared with the call.
 ///
 /// # Errors
 /// [`AssertionError`].
@@ -157,7 +158,7 @@ pub fn read(encoded: &[u8], peer: &Identity, now: SystemTime) -> Result<Assertio
     match &peer.certificate {
         Some(_) if signed.signature.is_empty() => return Err(AssertionError::Unsigned),
         Some(proof) => {
-            // Nothing of the assertion is read before its signature is checked.
+            // The signature is checked before the assertion is parsed.
             let own = proof.chain.first();
             if !own.is_some_and(|own| has_signed(own, &signed)) {
                 return Err(AssertionError::Signature);
@@ -167,7 +168,7 @@ pub fn read(encoded: &[u8], peer: &Identity, now: SystemTime) -> Result<Assertio
         None => return Err(AssertionError::Signed),
     }
     let assertion = Assertion::decode(&*signed.assertion).map_err(malformed)?;
-    // The peer on a unix socket can issue another at any time, and has the same clock.
+    // A peer on a unix socket can issue a new assertion at any time, and has the same clock.
     if peer.certificate.is_some() {
         check_time(assertion.issued_at_ms, millis(now))?;
     }
@@ -193,7 +194,7 @@ fn check_time(issued_at: i64, now: i64) -> Result<(), AssertionError> {
     }
 }
 
-/// Returns whether the key of the certificate has made the signature.
+/// Returns whether the signature was made with the key of the certificate.
 fn has_signed(certificate: &CertificateDer<'_>, signed: &SignedAssertion) -> bool {
     let is_named = |scheme: &&SignatureScheme| u32::from(u16::from(**scheme)) == signed.scheme;
     let Some(scheme) = SCHEMES.iter().find(is_named) else {
@@ -268,14 +269,15 @@ mod tests {
         let forged = others.signer().expect("a key").sign(&wanted);
         let forged = forged.expect("signed");
         assert_eq!(read(&forged, &fleet, now), Err(AssertionError::Signature));
-        // Each changed byte makes it unreadable, unsigned, or another text than the signed one.
+        // A change of any byte makes the assertion unreadable, unsigned or different from the
+        // signed one.
         for at in 0..signed.len() {
             let mut changed = signed.clone();
             changed[at] ^= 1;
             assert!(read(&changed, &fleet, now).is_err(), "byte {at}");
         }
         let mut message = SignedAssertion::decode(&*signed).expect("encoded");
-        // The key signs handshakes too, and the signature of one is no assertion.
+        // The key also signs handshakes, whose signatures must not be valid for an assertion.
         let bare = files.signer().expect("a key").0.sign(&message.assertion);
         message.signature = bare.expect("signed");
         let bare = message.encode_to_vec();

@@ -124,8 +124,8 @@ fn find<'a>(mut error: &'a (dyn std::error::Error + 'static)) -> Option<&'a Erro
     }
 }
 
-/// Returns whether the text is ADDRESS:PORT. The address may be a name, and IPv6 addresses are in
-/// brackets.
+/// Returns whether the text has the form ADDRESS:PORT. The address may be a host name, and an IPv6
+/// address must be in brackets.
 #[must_use]
 pub fn is_address(text: &str) -> bool {
     let is_of_host = |c: char| c.is_ascii_alphanumeric() || ".-_:[]".contains(c);

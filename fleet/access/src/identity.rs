@@ -211,8 +211,8 @@ fn checked(principal: String) -> Result<String, IdentityError> {
     Ok(principal)
 }
 
-/// Returns whether a name that is not proved by a connection is valid for a principal, and is not
-/// one that monitors use for themselves.
+/// Returns whether a name that no connection proves is valid for a principal. Names that monitors
+/// use for themselves are not.
 #[must_use]
 pub fn is_principal(name: &str) -> bool {
     name != RESERVED && name != "unknown" && checked(name.to_owned()).is_ok()

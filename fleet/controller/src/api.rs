@@ -103,7 +103,7 @@ impl Api {
         leads.ok_or_else(|| not_leading(&self.controller))
     }
 
-    /// Returns a rollout of which the caller may see a guest.
+    /// Returns a rollout if the caller may see at least one of its guests.
     fn running(&self, caller: &Caller, name: &str) -> Result<Arc<Running>, Status> {
         let (leads, sight) = (self.leadership()?, caller.sight());
         let running = leads.rollout(name);
@@ -148,7 +148,7 @@ impl Api {
             let refused = || caller::check(&admission, &identity).err();
             let refused = admission.until(&identity, refused);
             let refused = tokio::time::timeout(DEFAULT_STREAM_AGE, refused).await;
-            refused.unwrap_or_else(|_| Status::unavailable("the stream is too old; open it again"))
+            refused.unwrap_or_else(|_| Status::unavailable("the stream has expired; open it again"))
         }
         .boxed()
     }
@@ -365,11 +365,11 @@ impl RolloutService for Api {
                     biased;
                     status = &mut ended => return Some((Err(status), None)),
                     _ = version.changed() => {}
-                    // A rollout that is out of service, or whose leader is another, changes no more.
+                    // This replica no longer runs the rollout, so no further change is reported.
                     () = running.ended() => {
                         let name = running.rollout().header().name.clone();
                         let status = Status::unavailable(format!(
-                            "this replica does not run rollout {name} any more; `rollout status {name}` \
+                            "this replica no longer runs rollout {name}; `rollout status {name}` \
                              says why"
                         ));
                         return Some((Err(status), None));

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Decides about the commands of people, records them, and passes them on.
+//! Authorizes the commands of people, records them, and passes them on.
 //!
 //! ```text
 //!  page, api ─▶ policy: role, guests, keys ─▶ approvals ─▶ caps ─▶ intent ─▶ runner ─▶ outcome
 //!                                                                (audit log)         (audit log)
 //! ```
 //!
-//! Each command is decided by the policy as it is when the command is given. All guests and keys of
-//! the rollout count as one change. Guests that join a rollout later are decided one by one, for the
-//! principal that started it.
+//! The policy that is in force when a command is given decides about it. All guests and keys of the
+//! rollout count as one change. Guests that join a rollout later are decided one by one, by the
+//! rights of the principal that started it.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ use crate::rollout::{Member, NotLegal, Phase, Rollout, State, Verb};
 use crate::runner::{Command, NoAnswer, NotDeleted, Running};
 use crate::sight::Sight;
 
-/// The prefix of the names that the audit log has of commands.
+/// The prefix of the names of commands in the audit log.
 const SERVICE: &str = "/patchbay.fleet.v1.RolloutService/";
 
 const NO_PROMOTION: &str = "the policy demands approvals for keys of the rollout, and a promotion \
@@ -31,8 +31,8 @@ const NO_LEAVING: &str = "the policy demands approvals for keys of the rollout, 
                           count guests that leave it; abort the rollout, or wait until it is \
                           completed";
 
-const NO_LOG: &str = "the glass is broken only with an audit log; start the controller with \
-                      --audit-log FILE";
+const NO_LOG: &str = "--break-glass requires an audit log; start the controller with --audit-log \
+                      FILE";
 
 /// The policy about rollouts, and the log of the commands.
 #[derive(Clone)]
@@ -44,7 +44,7 @@ pub struct Authority {
 /// The reason why a command is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum Refused {
-    /// No rule of the policy allows the command. The sentence may name guests.
+    /// No rule of the policy allows the command. The reason may name guests.
     #[error("{0}")]
     Denied(String),
     /// Approvals are missing.
@@ -54,12 +54,12 @@ pub enum Refused {
     NotLegal(#[from] NotLegal),
     #[error("the audit log cannot be written, so the command is not carried out: {0}")]
     Audit(String),
-    /// The replica does not lead, and has done nothing.
+    /// The replica does not lead, and has not carried out the command.
     #[error("this replica does not lead any more")]
     Deposed,
     #[error(
-        "this replica stopped leading while it carried the command out; see `rollout status` for \
-         whether it did"
+        "this replica stopped leading while it carried out the command; `rollout status` shows \
+         whether the command took effect"
     )]
     Unknown,
 }
@@ -110,10 +110,10 @@ impl Authority {
         self.pass_on(principal, &rule, running, command).await
     }
 
-    /// Passes on a command that is decided.
+    /// Records a command that the policy allows, and passes it on.
     ///
     /// # Errors
-    /// [`Refused`], but not by the policy.
+    /// [`Refused`] for any reason but the policy.
     pub async fn pass_on(
         &self,
         principal: &str,
@@ -136,7 +136,7 @@ impl Authority {
         let intent = match intent.await {
             Ok(intent) => intent,
             Err(refused) if command.advances() => return Err(refused),
-            // It must be possible to take a change back while the disk is full.
+            // It must be possible to undo a change while the disk is full.
             Err(refused) => {
                 let command = command.name();
                 tracing::error!(
@@ -159,7 +159,7 @@ impl Authority {
     /// Deletes a rollout for this principal, and returns the file to which it was written.
     ///
     /// # Errors
-    /// [`Refused`], or within it the reason why the rollout is not deleted.
+    /// [`Refused`]. The inner error is the reason why the runner does not delete the rollout.
     pub async fn delete(
         &self,
         principal: &str,
@@ -189,8 +189,8 @@ impl Authority {
         Ok(deleted)
     }
 
-    /// Decides whether the principal may delete a rollout whose records cannot be read, so that its
-    /// guests and keys are not known, and records the intent.
+    /// Decides whether the principal may delete a rollout whose records cannot be read, and records
+    /// the intent. The guests and keys of such a rollout are not known.
     ///
     /// # Errors
     /// [`Refused`].
@@ -201,7 +201,8 @@ impl Authority {
     ) -> Result<Option<Pending>, Refused> {
         let policy = self.policy.current();
         let rule = policy.unlimited_admin(principal).ok_or_else(|| {
-            let why = "only an admin of all guests and keys deletes a rollout that cannot be read";
+            let why = "deleting a rollout that cannot be read requires the role admin for all \
+                       guests and keys";
             self.denied(principal, "Delete", rollout, why);
             Refused::Denied(why.to_owned())
         })?;
@@ -212,7 +213,7 @@ impl Authority {
     /// Checks that the principal may change anything at all.
     ///
     /// # Errors
-    /// The policy's sentence.
+    /// The policy's reason.
     pub fn may_operate(&self, principal: &str) -> Result<(), String> {
         let decision = self.policy.current().decide_without_caps(&Question {
             principal,
@@ -227,7 +228,7 @@ impl Authority {
     /// allows it. Nothing is counted against a cap.
     ///
     /// # Errors
-    /// The policy's sentence.
+    /// The policy's reason.
     pub fn may_plan(&self, principal: &str, rollout: &Rollout) -> Result<String, String> {
         let policy = self.policy.current();
         let decide = |question: &Question<'_>, _: &[&str]| policy.decide(question);
@@ -238,11 +239,11 @@ impl Authority {
         })
     }
 
-    /// Decides whether the rollout may be extended to a guest for the principal, and counts it
-    /// against the caps. The approvals must suffice for the keys of this guest too.
+    /// Decides whether the principal may extend the rollout to a guest, and counts the guest
+    /// against the caps. The approvals must also suffice for the keys of this guest.
     ///
     /// # Errors
-    /// The policy's sentence, or that approvals are missing.
+    /// The policy's reason, or that approvals are missing.
     pub fn may_extend(
         &self,
         principal: &str,
@@ -260,10 +261,10 @@ impl Authority {
         })
     }
 
-    /// Decides whether the principal may have the rollout accept the guest as it is.
+    /// Decides whether the principal may make the rollout accept the guest as it is.
     ///
     /// # Errors
-    /// The policy's sentence.
+    /// The policy's reason.
     pub fn may_adopt(
         &self,
         principal: &str,
@@ -362,7 +363,7 @@ pub fn finish<E: std::fmt::Display>(intent: Option<Pending>, outcome: Result<&st
     }
 }
 
-/// Returns an error unless the principal may see the guest, or anything at all if no guest is given.
+/// Checks that the principal may see the guest, or anything at all if no guest is given.
 pub fn may_view(policy: &Policy, principal: &str, guest: Option<&str>) -> Result<(), String> {
     let decision = policy.decide(&Question {
         principal,
@@ -394,17 +395,17 @@ pub fn approvals_needed(policy: &Policy, rollout: &Rollout) -> usize {
     demand.min.max(rollout.header().policy.approvals).max(1)
 }
 
-/// The decisions about the commands that a principal may give a rollout.
+/// The decisions about the commands that a principal may give for a rollout.
 pub struct Verdicts {
     advance: Result<(), String>,
-    /// The decision about commands that stop or undo the rollout. No cap prevents them.
+    /// The decision about commands that stop or undo the rollout. Caps do not apply to them.
     stop: Result<(), String>,
     start: Result<(), String>,
     promote: Result<(), String>,
 }
 
 impl Verdicts {
-    /// Decides without counting anything. The caps are compared with the rollout alone.
+    /// Decides without counting anything. Caps are compared with this rollout alone.
     pub fn new(policy: &Policy, principal: &str, rollout: &Rollout) -> Self {
         let text = |refused: Refused| refused.to_string();
         about(
@@ -460,12 +461,12 @@ fn check_approvals(
         false => "; the policy does not count the person who planned it",
     };
     Err(Refused::Unapproved(format!(
-        "{given} of {needed} people who may change the rollout approve the plan{planner}; another \
-         one runs `rollout approve` first"
+        "{given} of {needed} people who may change the rollout have approved the plan{planner}; \
+         someone else must run `rollout approve` first"
     )))
 }
 
-/// Checks that a promotion skips no gates that the policy wants approved.
+/// Checks that a promotion skips no gates whose approval the policy demands.
 fn check_promotion(policy: &Policy, question: &Question<'_>) -> Result<(), Refused> {
     match demand(policy, question) == Demand::NONE {
         true => Ok(()),
@@ -473,8 +474,8 @@ fn check_promotion(policy: &Policy, question: &Question<'_>) -> Result<(), Refus
     }
 }
 
-/// Checks that no guest leaves a rollout whose gates the policy wants approved while it goes on. The
-/// gates count only guests that have not left, so leaving could open them.
+/// Checks that no guest leaves a rollout while it is running or paused, if the policy demands
+/// approvals for it. Gates count only guests that have not left, so this could open them.
 fn check_leaving(
     policy: &Policy,
     question: &Question<'_>,
@@ -539,7 +540,7 @@ fn about<'m, T>(
     ask(&question, &counted)
 }
 
-/// Returns the rule that allows a call, or the policy's sentence.
+/// Returns the rule that allows a call, or the policy's reason for its refusal.
 fn allowed(decision: Decision) -> Result<String, String> {
     match decision {
         Decision::Allowed { rule, .. } => Ok(rule),

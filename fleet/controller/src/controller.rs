@@ -34,7 +34,7 @@ const RETRY: Duration = Duration::from_secs(1);
 const MAX_NAME_BYTES: usize = 64;
 
 pub struct Config {
-    /// This replica's record while it leads.
+    /// The record that this replica stores while it leads.
     pub replica: Leader,
     pub authority: Authority,
     pub hosts: Vec<HostConfig>,
@@ -56,7 +56,7 @@ pub struct Controller {
     leadership: watch::Sender<Option<Arc<Leadership>>>,
     /// The leader according to the store, while this replica does not lead.
     leader: watch::Sender<Option<Leader>>,
-    /// True once this replica is to end.
+    /// True once this replica has been told to end.
     ends: watch::Sender<bool>,
     changes: watch::Sender<u64>,
     metrics: Metrics,
@@ -102,15 +102,15 @@ struct Start {
 pub enum PlanError {
     #[error("{0}")]
     Spec(#[from] SpecError),
-    /// The policy does not allow the planner to change these guests and keys. The sentence may name
+    /// The policy does not allow the planner to change these guests and keys. The reason may name
     /// guests that the planner may not see.
     #[error("{0}")]
     Denied(String),
     #[error("{0:?} is no name of a rollout; give 1 to 64 letters, digits and hyphens")]
     Name(String),
     #[error(
-        "rollout {0} exists with another spec; give this one another name, or see what it would \
-         change with `rollout diff`"
+        "rollout {0} exists with another spec; give this one another name, or compare them with \
+         `rollout diff`"
     )]
     NameTaken(String),
     #[error(
@@ -191,16 +191,17 @@ impl Controller {
         &self.config.authority
     }
 
-    /// Returns the address at which the leader serves the API, if another replica leads and has
-    /// one.
+    /// Returns the address at which the leader serves the API; `None` if no other replica leads or
+    /// the leader serves only its socket.
     pub fn leader_address(&self) -> Option<String> {
         let leader = self.leader.borrow();
         let address = leader.as_ref()?.address.clone()?;
-        // The record is this replica's own if it was killed while it led and started again.
+        // If this replica was killed while it led and has been restarted, the record may be its
+        // own.
         (Some(&address) != self.config.replica.address.as_ref()).then_some(address)
     }
 
-    /// Ends the replica: it resigns, so that another one can lead at once, and
+    /// Ends the replica. It resigns, so that another one can lead at once, and then
     /// [`Controller::run`] returns.
     pub fn end(&self) {
         self.ends.send_replace(true);
@@ -250,7 +251,7 @@ impl Controller {
         let mut ended = std::pin::pin!(async {
             // `self` owns the sender, so this cannot fail.
             let _ = ends.wait_for(|ends| *ends).await;
-            StoreError::Unavailable("this replica ends".to_owned())
+            StoreError::Unavailable("this replica is shutting down".to_owned())
         });
         let ttl = config.lease_ttl;
         let campaign = leader::campaign(&self.store, &config.replica, ttl, &self.leader);
@@ -361,7 +362,7 @@ impl Controller {
         Ok(error)
     }
 
-    /// Signs the records of the store that are not authenticated, once no replica leads. Returns
+    /// Waits until no replica leads, and signs the records that are not authenticated. Returns
     /// their number and the rollouts that cannot be read, whose records are left as they are.
     ///
     /// # Errors
@@ -389,7 +390,7 @@ impl Controller {
         }
         match commit_all(store, fence, &loaded.resigned).await {
             Err(error @ StoreError::TooLarge { .. }) if !keys.adopts() => {
-                tracing::error!("records are not signed again: {error}");
+                tracing::error!("the records cannot be signed with the first key: {error}");
                 Ok(loaded)
             }
             committed => committed.map(|()| loaded),

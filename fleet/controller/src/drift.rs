@@ -437,9 +437,9 @@ async fn adopt(
     Ok(passed_on.await?)
 }
 
-/// Changes the guests that joined since the plan, if the spec requires that, the rollout is
-/// completed, and the policy still allows it to the principal that started the rollout. The other
-/// guests wait, and the rollout's message says why.
+/// Changes the guests that joined since the plan. This requires that the spec asks for it, that the
+/// rollout is completed, and that the policy still allows the principal that started the rollout to
+/// change them. Other guests wait, and the rollout's message gives the reason.
 pub async fn change_late(
     hosts: &Hosts,
     authority: &Authority,
@@ -487,8 +487,8 @@ async fn tell(running: &Running, command: Command, principal: &str) -> Result<()
     }
 }
 
-/// Shows how many guests that joined wait, and the first reason. The log names the guests; not
-/// everybody who sees the rollout may see them.
+/// Sets the rollout's message to the number of guests that joined and wait, and the first reason.
+/// Only the log names the guests, because not everybody who sees the rollout may see them.
 fn set_waiting(running: &Running, by: &str, waiting: &[(String, String)]) {
     let mut rollout = running.rollout();
     let text = waiting.first().map_or_else(String::new, |(guest, why)| {

@@ -67,10 +67,10 @@ pub struct HostConfig {
     pub labels: BTreeMap<String, String>,
 }
 
-/// The hosts, for calls that are made for one person.
+/// The hosts and the person for whom calls to them are made.
 pub struct Acting {
     pub hosts: Hosts,
-    /// The person's principal; empty if the calls are made for nobody.
+    /// The person's principal; empty if no person has caused the calls.
     pub person: String,
 }
 
@@ -288,8 +288,8 @@ impl Host {
         keys_of(self.channel())
     }
 
-    /// Replaces the channel if the host refuses the controller's certificate, or a signature by its
-    /// key. The files may have been renewed, so the next call connects again and reads them.
+    /// Replaces the channel if the host refuses the controller's certificate or a signature by its
+    /// key. The files may have been renewed, so the next call reads them and connects again.
     fn look_at(&self, status: Status) -> Status {
         if CallError::new(&status).is_identity_refused {
             let fresh = Link::new(&self.config);
@@ -328,7 +328,7 @@ impl Host {
         }
     }
 
-    /// Replaces the claims of an owner for this person; for nobody if it is empty.
+    /// Replaces the claims of an owner for this person. If `person` is empty, nobody is asserted.
     pub async fn set_claims(
         &self,
         request: v1::SetClaimsRequest,
@@ -532,7 +532,7 @@ impl Host {
 
 async fn permit(permits: &Semaphore) -> Result<SemaphorePermit<'_>, Status> {
     let permit = permits.acquire().await;
-    permit.map_err(|_| Status::unavailable("the controller ends"))
+    permit.map_err(|_| Status::unavailable("the controller is shutting down"))
 }
 
 tokio::task_local! {

@@ -117,8 +117,8 @@ fn apply(hosts: &Hosts, reach: &Reach, change: &Change) {
         Ok(Some(Registered::GuestGone { host, guest })) => hosts.set_guest(&host, &guest, None),
         Ok(None) => tracing::error!(
             key = change.key(),
-            "a key of another program is in the registry; a host whose patchbayd is older is not \
-             found: update it"
+            "the registry contains a key of another program; if it comes from an older patchbayd, \
+             update that host so that it is found"
         ),
         Err(error) => tracing::error!("a host is left out: {error}"),
     }

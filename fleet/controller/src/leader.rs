@@ -2,9 +2,9 @@
 //! Elects the one replica that runs rollouts.
 //!
 //! A replica that finds the leader's key absent writes it under a lease. The leader renews the
-//! lease, and a watch reports to the other replicas when the key is gone. A leader that cannot
-//! renew in time resigns, and so does one that is asked to end. If a leader does not notice that it has lost the leadership, the fence of
-//! its writes stops it.
+//! lease, and a watch reports to the other replicas when the key is gone. A leader resigns if it
+//! cannot renew its lease in time, or is told to end. If a leader does not notice that it has lost
+//! the leadership, the fence of its writes stops it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use tokio::time::Instant;
 use crate::store::{Change, Expected, Fence, LeaseId, Store, StoreError, Transaction};
 
 const KEY: &str = "leader";
-/// The maximum time of a resignation, after which the lease expires by itself.
+/// The maximum time of a resignation. If it takes longer, the lease expires by itself.
 const RESIGN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The leader's record in the store.
@@ -30,7 +30,7 @@ pub struct Leader {
 }
 
 impl Leader {
-    /// Reads a record. A record that is no JSON, as earlier programs wrote it, is the name alone.
+    /// Parses a record. Earlier programs stored only the name, without JSON.
     fn read(value: &[u8]) -> Self {
         let mut leader: Self = serde_json::from_slice(value).unwrap_or_else(|_| Self {
             name: String::from_utf8_lossy(value).into_owned(),
@@ -42,7 +42,7 @@ impl Leader {
     }
 
     fn write(&self) -> Vec<u8> {
-        // This fails only for maps whose keys are no texts.
+        // Serialization fails only for maps whose keys are not strings.
         serde_json::to_vec(self).expect("a record of texts")
     }
 }
@@ -58,7 +58,7 @@ pub struct Term {
     store: Arc<dyn Store>,
 }
 
-/// Waits until this replica leads. Meanwhile `leader` has the record of the one that leads.
+/// Waits until this replica leads. Until then, `leader` contains the record of the current leader.
 ///
 /// # Errors
 /// [`StoreError`], after which the caller may try again.

@@ -79,31 +79,32 @@ struct Arguments {
     /// 1 to 3650
     #[arg(long, value_name = "DAYS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3650))]
     keep: u64,
-    /// Folder with one file NAME.yaml for each command that gates of specs name
+    /// Folder of the commands that gates name; the file of the command NAME is NAME.yaml
     #[arg(long, value_name = "FOLDER", default_value = commands::DEFAULT_FOLDER)]
     gates: PathBuf,
-    /// Key of at least 32 bytes by which the replicas authenticate their records; a second one
-    /// verifies them too
+    /// File with a key of at least 32 bytes that authenticates the stored records; may be repeated.
+    /// The first key signs records, and each key verifies them
     #[arg(long = "record-key", value_name = "FILE")]
     record_keys: Vec<PathBuf>,
-    /// Authenticate the records of the time before --record-key, and end. No replica may run
+    /// Authenticate the records that were stored without --record-key, and exit. Stop all replicas
+    /// first
     #[arg(long, requires = "record_keys")]
     adopt_unsigned_records: bool,
-    /// Mode of the socket, octal 0 to 777; the policy decides by uid what each user who can connect
-    /// may do
+    /// Mode of the socket, octal 0 to 777. The mode determines which users can connect, and the
+    /// policy determines by uid what each of them may do
     #[arg(long, value_name = "OCTAL", default_value = "600", value_parser = parse_mode)]
     socket_mode: u32,
-    /// File with the webhooks that get events of rollouts, YAML
+    /// YAML file of the webhooks that get the events of rollouts
     #[arg(long, value_name = "FILE")]
     webhooks: Option<PathBuf>,
     #[command(flatten)]
     remote: RemoteArguments,
-    /// Policy: who may do what; without it only root and the user that the controller runs as have
-    /// access, and nobody over TLS
+    /// Policy that determines who may do what. Without it, only root and the user that the
+    /// controller runs as have access, and nobody has access over TLS
     #[arg(long, value_name = "FILE")]
     policy: Option<PathBuf>,
-    /// Audit log of the commands that people give; without it none is kept, and nobody may break
-    /// the glass
+    /// Audit log of the commands that people give. Without it, no log is kept, and --break-glass is
+    /// refused
     #[arg(long, value_name = "FILE")]
     audit_log: Option<PathBuf>,
     /// Serve Prometheus metrics on a loopback address or a unix socket
@@ -133,15 +134,15 @@ struct RemoteArguments {
     /// Serve the API over TCP with mutual TLS
     #[arg(long, value_name = "ADDRESS:PORT", requires = "cert")]
     listen: Option<SocketAddr>,
-    /// Address at which clients reach --listen, for replicas that do not lead [default: the
-    /// address of --listen]
+    /// Address at which clients reach --listen; the other replicas refer clients to it while this
+    /// one leads [default: the address of --listen]
     #[arg(long, value_name = "ADDRESS:PORT", requires = "listen", value_parser = parse_address)]
     advertise: Option<String>,
     /// Serve the page on this address, which must be of the loopback interface unless --cert is
     /// given
     #[arg(long, value_name = "ADDRESS:PORT")]
     page: Option<SocketAddr>,
-    /// Certificate of --listen and the page, PEM; clients and browsers then need one too
+    /// Certificate for --listen and the page, in PEM; clients and browsers then need one too
     #[arg(long, value_name = "FILE", requires_all = ["key", "policy"])]
     cert: Option<PathBuf>,
     /// Private key of --cert, PEM
@@ -190,7 +191,7 @@ fn parse_mode(text: &str) -> Result<u32, String> {
 fn parse_address(text: &str) -> Result<String, String> {
     match is_address(text) {
         true => Ok(text.to_owned()),
-        false => Err(format!("{text:?} is no address; give ADDRESS:PORT")),
+        false => Err(format!("{text:?} is not an address; give ADDRESS:PORT")),
     }
 }
 
@@ -280,7 +281,7 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     };
     if config.keys.is_empty() && !arguments.standalone {
         tracing::warn!(
-            "whoever can write the store can start rollouts, because records are not authenticated; \
+            "records are not authenticated, so everyone who can write the store can start rollouts; \
              give --record-key"
         );
     }
@@ -321,7 +322,7 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     };
     let result = tokio::select! {
         result = &mut serving => result,
-        // This replica has resigned, so another one can lead while the calls end.
+        // This replica has resigned, so another one can lead while calls in progress end.
         () = controller.run() => {
             drop(drain);
             let ended = tokio::time::timeout(DRAIN_TIME, serving).await;
@@ -340,7 +341,7 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     result
 }
 
-/// Authenticates the records of the store, and says what was done.
+/// Authenticates the records of the store, and prints the result.
 async fn adopt(controller: &Controller) -> anyhow::Result<()> {
     tracing::info!("this replica waits until no other one leads");
     let (count, unreadable) = controller.adopt().await?;
@@ -366,7 +367,8 @@ fn advertised(arguments: &Arguments, bound: SocketAddr) -> anyhow::Result<String
     match &arguments.remote.advertise {
         Some(address) => Ok(address.clone()),
         None if bound.ip().is_unspecified() => bail!(
-            "clients cannot be sent to {bound}; name this machine with --advertise ADDRESS:PORT"
+            "clients cannot connect to {bound}; give this machine's address with --advertise \
+             ADDRESS:PORT"
         ),
         None => Ok(bound.to_string()),
     }

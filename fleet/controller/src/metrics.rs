@@ -89,7 +89,7 @@ impl Metrics {
         self.0.archive_failures.inc();
     }
 
-    /// Counts a start or a promotion without the approvals that it needs.
+    /// Counts a start or a promotion without the required approvals.
     pub fn glass_broken(&self) {
         self.0.broken_glass.inc();
     }
@@ -99,12 +99,12 @@ impl Metrics {
         self.0.terms.inc();
     }
 
-    /// Counts an attempt to deliver an event that the webhook has not accepted.
+    /// Counts a failed attempt to deliver an event to a webhook.
     pub fn webhook_failed(&self) {
         self.0.webhook_failures.inc();
     }
 
-    /// Counts events that a webhook will not get.
+    /// Counts events that were given up or dropped before a webhook accepted them.
     pub fn webhook_lost(&self, events: u64) {
         self.0.webhook_lost.inc_by(events);
     }
@@ -145,17 +145,17 @@ impl Metrics {
         );
         registry.register(
             "broken_glass",
-            "Starts and promotions without the approvals that they need",
+            "Starts and promotions without the required approvals",
             inner.broken_glass.clone(),
         );
         registry.register(
             "webhook_failures",
-            "Attempts to deliver an event that the webhook did not accept",
+            "Failed attempts to deliver an event to a webhook",
             inner.webhook_failures.clone(),
         );
         registry.register(
             "webhook_lost_events",
-            "Events that were given up, because a webhook did not accept them in time",
+            "Events that were given up or dropped before a webhook accepted them",
             inner.webhook_lost.clone(),
         );
     }

@@ -49,14 +49,14 @@ pub enum Command {
     Start {
         digest: String,
     },
-    /// Starts a plan whose approvals are missing.
+    /// Starts a plan without the required approvals.
     StartUnapproved {
         digest: String,
     },
     Pause,
     Resume,
     Promote,
-    /// Promotes a rollout whose gates the policy wants approved.
+    /// Promotes a rollout for which the policy demands approvals.
     PromoteUnapproved,
     Abort,
     Undo,
@@ -129,9 +129,9 @@ pub struct Running {
 /// The reason why a command has no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NoAnswer {
-    /// The runner had ended before. The command was not carried out.
+    /// The runner had already ended. The command was not carried out.
     NotSent,
-    /// The runner has ended meanwhile. The store may have taken the command.
+    /// The runner ended during the command. The store may contain its effect.
     Lost,
 }
 
@@ -164,7 +164,7 @@ pub enum Ended {
 }
 
 impl Command {
-    /// Returns the name of the method that gives the command.
+    /// Returns the name of the API method for the command.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Approve { .. } => "Approve",

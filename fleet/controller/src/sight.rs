@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Selects the guests that a principal may see. Nothing about other guests is shown.
+//! Selects the guests that a principal may see, and hides all others.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};

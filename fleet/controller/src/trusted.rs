@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads files that decide what the controller does. Only root and the controller's user may be
-//! able to write them.
+//! Reads files that determine what the controller does. It refuses files that users other than root
+//! and the controller's own can write.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
-/// The permissions that nobody but the owner may have.
+/// The permissions that only the owner may have.
 #[derive(Clone, Copy, Debug)]
 pub enum Forbidden {
     Write,
@@ -19,20 +19,20 @@ pub enum Forbidden {
 pub enum NotTrusted {
     #[error("it cannot be read: {0}")]
     Read(#[from] io::Error),
-    #[error("it is no regular file")]
+    #[error("it is not a regular file")]
     NoFile,
-    #[error("it is no folder")]
+    #[error("it is not a folder")]
     NoFolder,
     #[error("it has more than {0} bytes")]
     TooLarge(u64),
     #[error(
-        "it belongs to uid {owner}, who could change it; give it to root or to the controller's \
-         user, uid {own}"
+        "it belongs to uid {owner}, who could change it; change its owner to root or to the \
+         controller's user, uid {own}"
     )]
     Owner { owner: u32, own: u32 },
-    #[error("it has mode {mode:04o}, and others than its owner can write it; run `chmod go-w`")]
+    #[error("it has mode {mode:04o}, so users other than its owner can write it; run `chmod go-w`")]
     Writable { mode: u32 },
-    #[error("it has mode {mode:04o}, and others than its owner have access; run `chmod go=`")]
+    #[error("it has mode {mode:04o}, so users other than its owner have access; run `chmod go=`")]
     Accessible { mode: u32 },
 }
 
@@ -41,13 +41,13 @@ pub enum NotTrusted {
 /// # Errors
 /// [`NotTrusted`].
 pub fn read(path: &Path, forbidden: Forbidden, most: u64) -> Result<Vec<u8>, NotTrusted> {
-    // A FIFO does not block, and is refused.
+    // Opening a FIFO must not block. FIFOs are refused below.
     let nonblock = i32::try_from(rustix::fs::OFlags::NONBLOCK.bits()).unwrap_or(0);
     let file = OpenOptions::new()
         .read(true)
         .custom_flags(nonblock)
         .open(path)?;
-    // The checks are of the open file, which no other can replace.
+    // The checks apply to the open file, which nobody can replace.
     let metadata = file.metadata()?;
     if !metadata.is_file() {
         return Err(NotTrusted::NoFile);
@@ -61,7 +61,7 @@ pub fn read(path: &Path, forbidden: Forbidden, most: u64) -> Result<Vec<u8>, Not
     }
 }
 
-/// Checks a folder, in which others could replace files.
+/// Checks that other users cannot replace files in the folder.
 ///
 /// # Errors
 /// [`NotTrusted`].

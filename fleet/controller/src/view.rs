@@ -37,7 +37,8 @@ pub fn phase(phase: Phase) -> v1::Phase {
     }
 }
 
-/// Converts a rollout, with or without its guests. Guests outside of `sight` are left out.
+/// Converts a rollout, with or without its guests. Guests that `sight` does not include are left
+/// out.
 pub fn rollout(rollout: &Rollout, guests: bool, sight: &Sight<'_>) -> v1::Rollout {
     let header = rollout.header();
     let wave = |wave: &Wave| self::wave(header, wave, sight.of(&rollout.members()[wave.members()]));

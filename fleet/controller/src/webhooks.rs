@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Delivers events of rollouts to webhooks, at least once and in order.
 //!
-//! The timelines are the queue. Each rollout stores, for each webhook, the number of the latest
-//! entry that the webhook has accepted. A new leader goes on after it, so an event is repeated with
-//! the same id if the answer was not stored, and none is lost.
+//! The timelines serve as the queue. Each rollout stores, for each webhook, the number of the
+//! latest entry that the webhook has accepted. A new leader continues after this entry. If the
+//! acceptance of an event was not stored, the event is sent again with the same ID, so none is
+//! lost.
 
 mod config;
 mod send;
@@ -24,8 +25,7 @@ use crate::rollout::{Event, Header, Millis, TimelineEntry, lasting};
 use crate::runner::{Command, Running, now};
 use crate::sight::without_addresses;
 
-/// The age at which an event is given up. Events that are older when a webhook is configured are
-/// not delivered to it.
+/// The age at which an event is given up. A new webhook does not get events that are already older.
 const MAX_AGE: Millis = 24 * 3_600_000;
 /// The delay after the first failure. It doubles with each further one.
 const BACKOFF: Duration = Duration::from_secs(1);
@@ -55,7 +55,7 @@ async fn deliver_to(leadership: &Leadership, webhook: &Webhook, metrics: &Metric
     loop {
         changes.mark_unchanged();
         let Some(due) = first_due(&leadership.rollouts(), &webhook.name, now()) else {
-            // The leader's term ends with its changes.
+            // The sender is dropped when the leader's term ends.
             if changes.changed().await.is_err() {
                 return;
             }
@@ -110,8 +110,8 @@ fn first_due(rollouts: &[Arc<Running>], webhook: &str, now: Millis) -> Option<Du
     due.min_by_key(|due| due.time)
 }
 
-/// Returns the first entry of the timeline that the webhook has to get, and the number of entries
-/// before it that the timeline has dropped. Entries after number `saved` are not in the store yet.
+/// Returns the first entry of the timeline that must be delivered to the webhook, and the number of
+/// earlier entries that the timeline has dropped. Entries after number `saved` are not stored yet.
 fn first_of<'h>(
     header: &'h Header,
     webhook: &str,
@@ -122,7 +122,7 @@ fn first_of<'h>(
     let is_subject = |entry: &TimelineEntry| {
         matches!(entry.event, Event::Phase | Event::GateClosed | Event::Drift)
     };
-    // What was never tried and is too old is no loss: the webhook was configured later.
+    // If the webhook has accepted nothing yet, old events are not lost: it was configured later.
     let is_tried = done > 0;
     let is_recent = |entry: &TimelineEntry| now.saturating_sub(entry.time) < MAX_AGE;
     let left = header.timeline.iter();
@@ -136,8 +136,8 @@ fn first_of<'h>(
     Some((entry, dropped))
 }
 
-/// Returns the JSON of an event. It depends only on what is stored of the event, so that a repeat
-/// has the same text. Addresses of a guest's kernel are hidden from other parties.
+/// Returns the JSON of an event. It depends only on stored values, so a repeat has the same text.
+/// Addresses of a guest's kernel are hidden from other parties.
 fn body(header: &Header, entry: &TimelineEntry) -> String {
     let mut text = entry.text.clone();
     without_addresses(&mut text);

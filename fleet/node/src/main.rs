@@ -62,8 +62,8 @@ struct ServeArgs {
     key: Option<PathBuf>,
     #[command(flatten)]
     clients: ClientCas,
-    /// The policy: who may do what. Without it only root and the user that the daemon runs as may
-    /// do anything.
+    /// Policy file, which determines who may do what. Without it, only root and the user that the
+    /// daemon runs as have access.
     #[arg(long, value_name = "FILE")]
     policy: Option<PathBuf>,
     /// End consoles, watches, events and logs after this time in seconds, 1 to 604800. Clients may

@@ -54,7 +54,7 @@ pub struct Config {
     pub socket_mode: u32,
     /// The TCP listener, with its certificates.
     pub listen: Option<(SocketAddr, TlsFiles)>,
-    /// The policy file; without one only root and the daemon's own user may do anything.
+    /// The policy file. Without one, only root and the daemon's own user have access.
     pub policy: Option<PathBuf>,
     /// The maximum age of a stream.
     pub max_stream_age: Duration,

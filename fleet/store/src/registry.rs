@@ -7,8 +7,8 @@
 //! registry/HOST/guests/GUEST     GuestRecord
 //! ```
 //!
-//! * All keys of a host have one prefix, so that a role of etcd for this prefix lets the host write
-//!   its own keys alone. It needs no other.
+//! * All keys of a host have a common prefix. A role of etcd for this prefix lets the host write
+//!   its own keys and no others.
 //! * A host's key is created only while it is absent, so the second of two hosts with one name is
 //!   refused. A restarted host finds the record of its earlier process, and replaces it by ending
 //!   that lease.

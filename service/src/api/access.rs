@@ -241,8 +241,8 @@ impl Access {
     }
 }
 
-/// Reads the scope that a scoped role requires in the metadata. The role says whether the scope has
-/// rules for a person.
+/// Reads the scope that a scoped role requires in the metadata. The role determines whether the
+/// scope must have rules for a person.
 fn scope(metadata: &MetadataMap, by_person: bool) -> Result<KeyScope, AccessError> {
     let bad = |message: &str| AccessError::BadMetadata {
         key: SCOPE_METADATA,
@@ -258,7 +258,9 @@ fn scope(metadata: &MetadataMap, by_person: bool) -> Result<KeyScope, AccessErro
     }
     let scope = Scope::decode(bytes).map_err(|_| bad("is no encoded scope"))?;
     if scope.person.is_some() != by_person {
-        return Err(bad("and the role differ in whether rules bound a person"));
+        return Err(bad(
+            "and the role disagree on whether there are rules for a person",
+        ));
     }
     KeyScope::new(scope).map_err(|error| bad(&format!("has a malformed glob: {error}")))
 }

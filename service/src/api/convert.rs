@@ -21,8 +21,8 @@ pub fn to_u32(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
 }
 
-/// Copies a text. `to_string` of an [`Arc`] takes several times as many instructions, because it
-/// formats the text.
+/// Copies a text. The `to_string` of an [`Arc`] formats the text, and takes several times as many
+/// instructions.
 fn copy(text: &Arc<str>) -> String {
     String::from(&**text)
 }

@@ -18,8 +18,9 @@ const WINDOW: Duration = Duration::from_hours(1);
 pub struct Caller {
     /// The principal: "uid:N", or a name that the host's daemon asserts.
     pub name: String,
-    /// The person for whom the client makes the change, according to the host's daemon. It is only
-    /// recorded, and bounded by the scope: holds and claims belong to the client.
+    /// The person for whom the client makes the change, according to the host's daemon. The person
+    /// is recorded, and the scope may limit the person's keys. Holds and claims belong to the
+    /// client.
     pub person: Option<Arc<str>>,
     /// The keys that the client may change; `None` for all.
     pub scope: Option<Arc<KeyScope>>,
@@ -47,7 +48,7 @@ impl From<&str> for Caller {
 #[derive(Debug)]
 pub struct KeyScope {
     rules: Vec<Rule>,
-    /// The person for whom the caller makes the call, and the rules that must permit it too.
+    /// The person for whom the caller makes the call, and the rules that must also permit it.
     person: Option<(String, Vec<Rule>)>,
     /// The time at which the caller's credentials expire.
     expires: Option<SystemTime>,
@@ -180,7 +181,7 @@ impl Spent {
             Some((name, rules)) => Some((name, self.find(name, rules, keys, how, now)?)),
             None => None,
         };
-        // Both permit it, so it is counted for both.
+        // The caller and the person both may make the change, so it is counted for both.
         self.count(&caller.name, own, keys, how, now);
         if let Some((name, rule)) = person {
             self.count(name, rule, keys, how, now);
@@ -393,7 +394,7 @@ mod tests {
         refused(permit(&["ext4_a"]), "alice");
         refused(permit(&["tcp_a"]), "fleet");
         permit(&["net_a"]).expect("both");
-        // What the person may not change is not counted for the caller, and the other way round.
+        // A change that only one of the two may make is counted for neither.
         refused(permit(&["net_b"]), "rule \"net\" allows 1 keys");
         permit(&["net_a"]).expect("counted already");
         let own = caller("fleet", vec![rule("fleet", &[], Some(2))]);

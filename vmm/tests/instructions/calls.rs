@@ -79,7 +79,7 @@ impl Call {
     }
 }
 
-/// Performs a call: uncounted turns, and two counted ones, of which one turns the keys on.
+/// Performs the uncounted turns and two counted turns of a call. One of these turns the keys on.
 pub async fn perform(setup: Setup, call: Call) {
     let player = setup.agent.then(Player::start);
     let served = Served::start(setup).await;

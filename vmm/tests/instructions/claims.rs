@@ -11,13 +11,13 @@ use super::served::counted;
 /// The call that is counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Claims {
-    /// Claims that all keys are on, which were off.
+    /// Claims that all keys, which are off, are on.
     Set,
     /// Makes the same claims again with another generation.
     Again,
     /// Ends the claims, so that the keys are off again.
     Clear,
-    /// Claims nothing, as before.
+    /// Sets no claims, for an owner that has none.
     Empty,
 }
 

@@ -92,8 +92,8 @@ impl Cost {
         let agent = row.threads().agent.then_some(client + 1);
         let executor = row.threads().executor;
         let executor = executor.then_some(agent.unwrap_or(client) + 1);
-        // The harness wakes up when a test takes long. All other threads work for the API: its own,
-        // the one of events, and those that read memory for a call.
+        // The harness wakes up when a test takes long. All other threads work for the API: its own
+        // thread, the thread of events, and those that read memory for a call.
         let left_out = [Some(1), Some(client), executor, agent];
         let others = threads.keys().copied();
         let others = others.filter(|thread| !left_out.contains(&Some(*thread)));
@@ -187,7 +187,7 @@ pub fn comparable(conditions: &Conditions) -> Comparable {
     conditions.compare(&Conditions::read(BASELINE))
 }
 
-/// Returns the rows of the baseline that are counted no more.
+/// Returns the rows of the baseline that are no longer counted.
 pub fn unknown_rows() -> impl Iterator<Item = &'static str> {
     let lines = BASELINE.lines().filter_map(|line| line.rsplit_once(": "));
     let names = lines.map(|(name, _)| name);

@@ -19,7 +19,7 @@ use super::monitor::Monitor;
 /// Name of the part of the executor's count that ends when the guest resumes.
 pub const WINDOW: &str = "window";
 
-/// The way in which the service reaches the guest's memory.
+/// The access of the service to the guest's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Memory {
     /// It is the memory of our monitor, whose vCPUs' RIPs are known.

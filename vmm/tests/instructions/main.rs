@@ -8,17 +8,18 @@
 //!
 //! The counts depend little on the load of the machine. They depend on the compiler, on the C
 //! library and on the CPU that valgrind emulates, and the baseline records these conditions
-//! ([`conditions`]). On a machine that differs from the baseline's, the counts are not compared. The
-//! test fails if the compiler differs, because the repository determines the compiler.
+//! ([`conditions`]). On a machine that differs from the baseline's, the counts are not compared.
+//! The test fails if the compiler differs, because the repository determines the compiler.
 //!
 //! The test also checks, on every machine, that the cost of a key, of a site, of a claim and of a
 //! call does not depend on their number, on the size of the table or on the number of guests
 //! ([`scale`]).
 //!
-//! The memory that a guest at rest takes on the host is compared too ([`memory`]).
+//! The memory that a guest at rest takes on the host is also compared ([`memory`]).
 //!
 //! The test leaves out the rows that take long ([`rows::Row::is_tested`]). The command
-//! `cargo xtask bench instructions` counts all rows, compares them and prints the table. With `baseline` it also writes the baseline.
+//! `cargo xtask bench instructions` counts all rows, compares them and prints the table. With
+//! `baseline` it also writes the baseline.
 //! With `profile ROW` it prints only the functions that execute most instructions in one row.
 
 mod callgrind;
@@ -65,7 +66,7 @@ const PROFILE: &str = "PATCHBAY_INSTRUCTIONS_PROFILE";
 const TABLE: &str = "PATCHBAY_INSTRUCTIONS_TABLE";
 /// Environment variable: if it is set, the baseline is written.
 const UPDATE: &str = "PATCHBAY_INSTRUCTIONS_BASELINE";
-/// The name of the test below, which processes of the rows run too.
+/// The name of the test below, which the processes of the rows also run.
 const TEST: &str = "no_call_costs_noticeably_more_or_less_than_the_baseline";
 
 #[test]
@@ -130,7 +131,7 @@ fn no_call_costs_noticeably_more_or_less_than_the_baseline() {
             );
         }
         Comparable::Elsewhere(difference) => {
-            // The scale can be judged on any machine.
+            // The scale can be checked on any machine.
             let of_scale = |row: &Row| GROUPS.iter().any(|group| group.has(row.name));
             let wanted = wanted.filter(|row| counts_all || of_scale(row));
             let costs = costs_of(wanted, |row| Cost::of(&program, row));

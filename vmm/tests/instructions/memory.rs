@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The memory that a process has in use for a guest at rest. It is measured without valgrind, in a
-//! process for each row.
+//! The memory that a process uses for a guest at rest. It is measured without valgrind, in a
+//! separate process for each row.
 
 use std::fmt::Write;
 use std::process::Command;
@@ -30,8 +30,8 @@ pub struct Row {
 }
 
 enum Work {
-    /// The service of a guest, after all its keys were listed and the client has left. The
-    /// guest's memory is not included.
+    /// The service of a guest, after a client has listed all keys and disconnected. The guest's
+    /// memory is not included.
     Service(Kernel, Tables),
     /// The daemon in front of this number of guests, divided by the number.
     Daemon(usize),
@@ -73,7 +73,7 @@ pub const ROWS: &[Row] = &[
 pub struct Use {
     /// The bytes that the process has allocated and not freed.
     pub heap: u64,
-    /// The private pages of the process, which also have what was freed, and stacks.
+    /// The private pages of the process, which include freed memory and stacks.
     pub resident: u64,
 }
 
@@ -93,7 +93,7 @@ impl Use {
         }
     }
 
-    /// Returns a sentence if what is allocated differs too much from the baseline.
+    /// Describes the difference if the allocated memory differs too much from the baseline.
     pub fn difference(self, name: &str) -> Option<String> {
         let Some([before]) = costs::baseline(name) else {
             return Some(format!("{name}: the baseline has no such row"));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A process that has the memory of a guest, as another monitor has it. An attacher reaches the
+//! A process that owns the memory of a guest, as another monitor does. An attacher reaches the
 //! memory through this process, whose instructions are not counted.
 
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -16,7 +16,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use super::callgrind::{self, Program};
 use super::kernel::MEMORY_BYTES;
 
-/// Value of the variable `callgrind::ROW` that makes a process be such a monitor.
+/// Value of the variable `callgrind::ROW` that makes a process act as such a monitor.
 pub const ROW: &str = "monitor";
 
 /// The process. It ends when its standard input, a socket, is closed.
@@ -28,8 +28,8 @@ pub struct Monitor {
     map: u64,
 }
 
-/// Maps the guest's memory, sends where it is with a pidfd of this process, and waits for the end.
-/// Valgrind does not know pidfd_open(), so the counted process cannot call it.
+/// Maps the guest's memory, sends its address and a pidfd of this process, and waits for the end.
+/// Valgrind does not support pidfd_open(), so the counted process cannot call it.
 pub fn run() {
     let socket = std::io::stdin();
     let socket = rustix::io::dup(&socket).map(UnixStream::from);
@@ -67,7 +67,7 @@ impl Monitor {
         }
     }
 
-    /// Returns the memory as an attacher reaches it.
+    /// Returns the memory in the form in which an attacher accesses it.
     pub fn memory(&self, access: Access) -> AttachedRam {
         let range = RamRange {
             addresses: 0..MEMORY_BYTES,

@@ -37,9 +37,9 @@ pub const ROW: &str = "guests";
 /// Environment variables of that process: its folder, and the number of its guests.
 const FOLDER: &str = "PATCHBAY_INSTRUCTIONS_FOLDER";
 const COUNT: &str = "PATCHBAY_INSTRUCTIONS_GUESTS";
-/// The line by which that process says that it serves.
+/// The line that this process prints when it serves.
 const READY: &str = "the guests are served";
-/// The name of the guest that is a real one.
+/// The name of the guest that has memory and keys.
 const REAL: &str = "instructions";
 const WARM_UP: usize = 3;
 
@@ -53,7 +53,7 @@ pub enum Call {
 }
 
 /// Serves the guests of this process until its standard input ends. One of them has memory and
-/// keys; the others only say their names.
+/// keys, and the others have only names.
 pub fn serve_guests() {
     let variable = |name| std::env::var(name).expect("set by the parent");
     let folder = PathBuf::from(variable(FOLDER));
@@ -85,7 +85,7 @@ fn allow_descriptors() {
     setrlimit(Resource::Nofile, limit).expect("a process may raise its limit");
 }
 
-/// A guest that has a name and nothing else.
+/// A guest that has only a name.
 struct Named(String);
 
 type Answer<T> = Result<Response<T>, Status>;
@@ -266,8 +266,8 @@ pub async fn perform(guests: usize, call: Call) {
     for turn in 0..=WARM_UP {
         for op in [KeyOp::Enable, KeyOp::Disable] {
             if turn == WARM_UP && guests > 1 {
-                // The daemon lists its guests again every few seconds. A call that begins
-                // afterwards ends before the next time.
+                // The daemon lists its guests again every few seconds. A call that begins right
+                // afterwards ends before the next scan.
                 served::settle_after_work();
             }
             turn_once(&channel, call, op, turn == WARM_UP).await;

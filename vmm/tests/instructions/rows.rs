@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The rows: calls, and other work, that are counted.
+//! The rows: calls and other work that is counted.
 
 use patchbay_proto::v1::ResultView;
 
@@ -11,8 +11,8 @@ use super::kernel::Kernel;
 use super::node;
 use super::served::{self, Setup, Tables};
 
-/// The number of times that the work of a row is counted. Of two calls that change keys, one turns
-/// them on, and one turns them off.
+/// The number of times that the work of a row is counted. Of the two calls that change keys, one
+/// turns them on and one turns them off.
 pub const CALLS: u64 = 2;
 
 /// A row: its name, and the work that is counted.
@@ -32,12 +32,12 @@ enum Work {
     Engine(engine::Work),
 }
 
-/// The threads of a row's process that are told apart, besides the client.
+/// The threads of a row's process that are distinguished, besides the client.
 #[derive(Clone, Copy, Default)]
 pub struct Threads {
     /// The service has an executor.
     pub executor: bool,
-    /// A thread plays the agent.
+    /// A thread simulates the agent.
     pub agent: bool,
 }
 
@@ -240,18 +240,18 @@ pub fn named(name: &str) -> &'static Row {
 }
 
 impl Row {
-    /// Leaves the row out of the test, which would take too long. The command counts it.
+    /// Leaves the row out of the test, which would otherwise take too long. The command counts it.
     const fn untested(mut self) -> Self {
         self.is_tested = false;
         self
     }
 
-    /// Returns whether the test counts the row too.
+    /// Returns whether the test counts the row, and not only the command.
     pub fn is_tested(&self) -> bool {
         self.is_tested
     }
 
-    /// Performs the row: uncounted work, and [`CALLS`] times counted work.
+    /// Performs uncounted work, and then the counted work [`CALLS`] times.
     pub fn perform(&self) {
         let runtime = served::runtime();
         match self.work {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Groups of rows that differ only in their scale. Their costs must be flat, on every machine.
+//! Groups of rows that differ only in their scale. Their costs must not depend on it.
 
 use super::costs::Cost;
 
@@ -8,7 +8,7 @@ const FLAT: u64 = 120;
 
 /// Rows whose cost for each unit must be the same.
 pub struct Group {
-    /// What a unit is.
+    /// The name of a unit.
     unit: &'static str,
     /// A row with few units. Its cost and its units are subtracted from those of the others.
     base: Option<(&'static str, u64)>,
@@ -128,7 +128,7 @@ impl Group {
         self.rows.iter().filter_map(unit).collect()
     }
 
-    /// Returns a sentence if the cost of a unit depends on the scale.
+    /// Describes the difference if the cost of a unit depends on the scale.
     pub fn fault(&self, costs: &[(&str, Cost)]) -> Option<String> {
         let units = self.units(costs);
         let numbers = || units.iter().map(|(_, cost)| *cost);

@@ -188,8 +188,8 @@ pub async fn connect(socket: &Path) -> Channel {
     channel.expect("the service listens")
 }
 
-/// Performs a call, and counts it if `is_counted` is set: what the client does, and what the other
-/// threads do for it.
+/// Performs a call. If `is_counted` is set, counts the work of the client, and that of the other
+/// threads for the call.
 pub async fn counted<T>(is_counted: bool, call: impl Future<Output = T>) -> T {
     if !is_counted {
         return call.await;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tracepoints with an agent, which a thread of this process plays. Its work is not counted.
+//! Tracepoints with an agent, which a thread of this process simulates. Its work is not counted.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -37,8 +37,8 @@ const ID: u16 = 259;
 /// The number of times that the pages are sent in one turn.
 const REPEATED: usize = 20;
 
-/// The thread that plays the agent. It is started before those of the service, so that its number
-/// is known.
+/// The thread that simulates the agent. It is started before those of the service, so that its
+/// number is known.
 pub struct Player(Sender<Connected>);
 
 impl Player {

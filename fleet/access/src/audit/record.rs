@@ -50,8 +50,8 @@ pub enum Entry {
     Denied {
         /// The principal of the call.
         principal: String,
-        /// The person for whom the principal makes the call, if it has asserted one that is
-        /// believed.
+        /// The person for whom the principal makes the call, if it has sent an assertion that was
+        /// accepted.
         #[serde(default, skip_serializing_if = "String::is_empty")]
         person: String,
         /// The full name of the gRPC method.

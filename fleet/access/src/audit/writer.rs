@@ -143,7 +143,7 @@ impl Audit {
     }
 
     /// Records that a call was denied, unless there are too many such calls.
-    /// `person` is the one for whom the principal makes the call; empty if it has asserted none.
+    /// `person` is the person for whom the principal makes the call; empty if it has asserted none.
     pub fn denied(&self, principal: &str, person: &str, method: &str, guest: &str, why: &str) {
         let entry = Entry::Denied {
             principal: short(principal, MAX_NAME_BYTES),

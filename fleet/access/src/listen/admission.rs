@@ -48,7 +48,7 @@ impl Admission {
         &self.policy
     }
 
-    /// Returns whether the host's certificate is for this name.
+    /// Returns whether the host's certificate is valid for this name.
     #[must_use]
     pub fn is_for(&self, name: &str) -> bool {
         self.tls.as_ref().is_some_and(|tls| tls.is_for(name))

@@ -123,7 +123,7 @@ impl Tls {
         self.current.subscribe()
     }
 
-    /// Returns whether the host's certificate is for this name.
+    /// Returns whether the host's certificate is valid for this name.
     #[must_use]
     pub fn is_for(&self, name: &str) -> bool {
         let current = self.current();
@@ -155,7 +155,7 @@ fn read(files: &TlsFiles, generation: u64) -> Result<Current, TlsError> {
         error: error.to_string(),
     })?;
     let chain = certificates(&files.certificate)?;
-    // There is at least one.
+    // The chain is never empty.
     let own = chain[0].clone();
     let mut config = ServerConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&TLS13])

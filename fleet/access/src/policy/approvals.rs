@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Determines how many people must approve a rollout, and who may do without approvals.
+//! Determines how many people must approve a rollout, and who may start one without approvals.
 
 use serde::Deserialize;
 use static_keys::Patterns;
@@ -67,8 +67,8 @@ impl Approvals {
 }
 
 impl Policy {
-    /// Returns the approvals that a rollout of these keys needs. If several entries cover one of
-    /// the keys, the strictest of each condition counts.
+    /// Returns the approvals that a rollout of these keys needs. If several entries cover some of
+    /// the keys, the strictest value of each condition applies.
     #[must_use]
     pub fn demand(&self, keys: &[&str]) -> Demand {
         let mut demand = Demand::NONE;

@@ -135,7 +135,7 @@ impl Policy {
         rules.any(|rule| rule.lacks(question).is_none())
     }
 
-    /// Returns whether a rule lets the principal assert for whom it changes the guest.
+    /// Returns whether a rule lets the principal name the persons for whom it changes the guest.
     #[must_use]
     pub fn may_assert(&self, principal: &str, guest: &str) -> bool {
         let mut rules = self.rules.iter().filter(|rule| rule.may_assert);
@@ -160,8 +160,8 @@ impl Policy {
         Some(&rule.name)
     }
 
-    /// Returns whether the rules bound the calls that others make for this person. They do if one
-    /// names the person otherwise than by selecting everybody.
+    /// Returns whether the rules limit the calls that others make for this person. They do if one
+    /// of them names the person by a pattern or an exclusion that does not select everybody.
     #[must_use]
     pub fn bounds(&self, person: &str) -> bool {
         let mut named = self.rules.iter().filter_map(|rule| rule.named.as_ref());
@@ -450,7 +450,7 @@ rules:
         ] {
             assert!(bounds(named, ALICE), "{named}");
         }
-        // Whoever is left out of a rule is named by it, and has none of its rights.
+        // A rule names everyone whom it excludes, and gives them none of its rights.
         assert!(bounds(
             "'spiffe://example.org/**', '!spiffe://example.org/net/*'",
             ALICE

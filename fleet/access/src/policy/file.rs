@@ -16,7 +16,8 @@ use super::approvals::{Approvals, ApprovalsInFile};
 pub const MAX_POLICY_BYTES: u64 = 1 << 20;
 /// The maximum number of approvals that a policy can demand.
 pub const MAX_APPROVALS: usize = 64;
-/// The name in a policy of the role that may do what an operator may, and may break the glass.
+/// The name in a policy file of the role that has the rights of an operator and may break the
+/// glass.
 const BREAK_GLASS: &str = "break-glass";
 
 /// A checked policy.
@@ -33,10 +34,11 @@ pub struct Rule {
     /// The rule's name, unique in its file.
     pub name: String,
     pub(super) principals: Patterns,
-    /// The principals without the patterns that select everybody; `None` if nothing is left.
+    /// The principals without the patterns that select everybody; `None` if there are no others.
     pub(super) named: Option<Patterns>,
     pub(super) role: Role,
-    /// The rule's principals may break the glass: start and promote rollouts without approvals.
+    /// True if the rule's principals may break the glass, which means that they may start and
+    /// promote rollouts without approvals.
     pub(super) breaks_glass: bool,
     pub(super) guests: Patterns,
     pub(super) keys: Patterns,
@@ -123,7 +125,7 @@ pub enum PolicyError {
         /// The name of the field.
         field: &'static str,
     },
-    /// A rule that allows no changes lets its principals assert for whom they make them.
+    /// A rule for viewers has `may_assert`.
     #[error(
         "rule {rule:?}: may_assert has no effect, because a viewer changes nothing; leave it out"
     )]
@@ -153,7 +155,7 @@ struct PolicyFile {
     revoked_certificates: Vec<String>,
 }
 
-/// A role of the file: the role of `patchbay.v1`, and whether it may break the glass.
+/// A role in a policy file: a role of `patchbay.v1`, and the right to break the glass.
 struct RoleInFile {
     role: Role,
     breaks_glass: bool,
@@ -271,7 +273,7 @@ impl Policy {
             keys: Patterns::default(),
             max_keys: None,
             max_guests: None,
-            // The user could write a policy that allows it.
+            // These users could also write a policy that allows it.
             may_assert: true,
         };
         Self {
@@ -333,7 +335,7 @@ impl Rule {
             })
         };
         let principals = patterns("principals", &rule.principals)?;
-        // An exclusion names a person too: one who shall have none of the rule's rights.
+        // An exclusion also names a person, who must not have the rule's rights.
         let texts = rule.principals.iter();
         let texts = texts.filter(|text| *text != "*" && *text != "**");
         let named: Vec<String> = texts

@@ -34,8 +34,8 @@
 //!
 //! A controller makes calls for persons, and names the person in a signed assertion
 //! ([`crate::assertion`]). A rule with `may_assert: true` lets its principals do so on its guests,
-//! and the daemon refuses the assertions of all others. Without a policy file, the daemon's own
-//! user may assert.
+//! and the daemon refuses the assertions of all others. Without a policy file, root and the
+//! daemon's own user may assert.
 //!
 //! ```yaml
 //!   - name: controller
@@ -44,23 +44,23 @@
 //!     may_assert: true
 //! ```
 //!
-//! The assertion never gives rights: the controller's own rules must allow the call first. If a
-//! rule names the person, the rules must allow the call for the person too, with roles, guests,
-//! keys and caps as if the person had made it. A rule whose only pattern for the person is `*` or
-//! `**` does not name the person in this sense, because a rule that lets everybody look would
-//! otherwise stop every rollout. For a person whom no rule names, the controller's rights decide
-//! alone: hosts need not know all persons of a fleet, whose rights the controller's policy decides.
-//! To bound all persons of a domain, name them: `spiffe://example.org/people/**`. An assertion
-//! about `uid:N` means a user of the controller's machine, and the rules for `uid:N` bound it all
-//! the same. The end of claims is not bounded by the person, so that anybody who may abort a
-//! rollout can.
+//! An assertion grants no rights: the controller's own rules must allow the call. If a rule names
+//! the person, the rules must also allow the call for the person, with roles, guests, keys and caps
+//! as if the person had made it. A rule whose only pattern for the person is `*` or `**` does not
+//! name the person in this sense. Otherwise a rule that makes everybody a viewer would block every
+//! rollout. For a person whom no rule names, only the controller's rights count. Hosts need not
+//! know all persons of a fleet, because the controller's policy decides about their rights. To
+//! limit all persons of a domain, name them: `spiffe://example.org/people/**`. An assertion about
+//! `uid:N` means a user of the controller's machine, and the rules for `uid:N` apply to it too.
+//! Rules for the person do not apply when claims end, so that everyone who may abort a rollout can
+//! do so.
 //!
 //! # Approvals
 //!
-//! A rollout that claims a key that an entry of `approvals` covers needs that many approvals, and
-//! none of them by its planner unless `planner_may_approve` is true, which is the default. An entry
-//! without `keys` covers all keys. The role `break-glass` allows what `operator` allows, and in the
-//! controller a start and a promotion without approvals.
+//! If a rollout claims a key that an entry of `approvals` covers, it needs `min` approvals. The
+//! planner's approval does not count if `planner_may_approve` is false; the default is true. An
+//! entry without `keys` covers all keys. The role `break-glass` allows the same as `operator`. In
+//! the controller, it also allows to start and promote rollouts without approvals.
 //!
 //! # Caps
 //!

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Measures the load on a controller. Hosts of guests in memory are served by another process.
+//! Measures the load on a controller. Another process serves hosts whose guests are in its memory.
 //!
-//! The program plans a rollout in 10 waves and runs it, lets another controller take it up, and
+//! The program plans a rollout in 10 waves and runs it, lets another controller take it over, and
 //! aborts it. For comparison with the abort it ends the same claims in a bare loop of unary calls.
 //!
 //! With `--light` the hosts answer as the service does, but have no guests. One process has room
@@ -51,7 +51,7 @@ struct Args {
     /// Hosts that answer without guests.
     #[arg(long)]
     light: bool,
-    /// The address of an etcd; a file is the store without one.
+    /// The address of an etcd. Without it, the store is a file.
     #[arg(long)]
     etcd: Option<String>,
     /// Serves the hosts on sockets in this folder.
@@ -77,7 +77,7 @@ impl Layer for Counting {
     }
 }
 
-/// The process that serves the hosts. It ends with the handle.
+/// The process that serves the hosts. It ends when the handle is dropped.
 struct Served {
     process: Child,
     to: ChildStdin,

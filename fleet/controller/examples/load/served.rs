@@ -29,7 +29,7 @@ pub fn micros() -> u64 {
     since.map_or(0, |since| u64::try_from(since.as_micros()).unwrap_or(0))
 }
 
-/// Returns the name of a key, which has a usual length.
+/// Returns the name of a key, which has a typical length.
 pub fn key(number: usize) -> String {
     format!("key-of-a-subsystem-{number:05}")
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Identifies the caller of a method, shows it what it may see, and creates the errors.
+//! Identifies the caller of a method, limits responses to what it may see, and creates errors.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::rollout::Rollout;
 use crate::sight::{Sight, without_addresses};
 use crate::view;
 
-/// A caller that the policy names, with the policy as it is when the call begins.
+/// A caller that the policy names, and the policy that is in force when the call begins.
 pub struct Caller {
     pub identity: Arc<Identity>,
     policy: Arc<Policy>,
@@ -52,7 +52,7 @@ impl Caller {
         Sight::new(&self.policy, self.principal())
     }
 
-    /// Converts a rollout, with or without its guests, to what the caller may see of it.
+    /// Converts a rollout, with or without its guests, and leaves out what the caller may not see.
     pub fn shown(&self, rollout: &Rollout, guests: bool) -> v1::Rollout {
         let sight = self.sight();
         let mut shown = view::rollout(rollout, guests, &sight);
@@ -82,8 +82,8 @@ impl Caller {
         shown
     }
 
-    /// Returns whether the caller may see addresses of the guests' kernels, which the hosts' errors
-    /// may contain.
+    /// Returns whether the caller may see addresses of the guests' kernels, which errors of the
+    /// hosts may contain.
     pub fn sees_addresses(&self, rollout: &Rollout) -> bool {
         operates(&self.policy, self.principal(), rollout)
     }
@@ -134,11 +134,11 @@ fn denied(principal: &str, why: &str) -> Status {
     status(code, "ROLE_MISSING", message, HashMap::new())
 }
 
-/// Creates the error of a replica that does not lead. Its details have the leader's address.
+/// Creates the error of a replica that does not lead. Its details contain the leader's address.
 pub fn not_leading(controller: &Controller) -> Status {
     let code = Code::Unavailable;
     let Some(address) = controller.leader_address() else {
-        let message = "this replica does not lead; try again, or ask another";
+        let message = "this replica does not lead; try again, or try another replica";
         return status(code, "NOT_LEADER", message, HashMap::new());
     };
     let message = format!("this replica does not lead; the leader is at {address}");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Does what a leader does for its rollouts from time to time.
+//! Performs the leader's periodic work: late guests and the archive.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::spec::{LateGuests, Spec};
 const LATE_INTERVAL: Duration = Duration::from_secs(30);
 /// The longest interval at which [`archive_ended`] looks for rollouts.
 const ARCHIVE_INTERVAL: Duration = Duration::from_secs(600);
-/// The interval of rollouts that are kept for less than that.
+/// The shortest interval, for rollouts that are kept for less than that.
 const MIN_ARCHIVE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Changes guests that joined after their rollout was planned, if its spec requires that. It checks
@@ -36,14 +36,14 @@ pub async fn change_late_guests(leadership: &Leadership) {
     }
 }
 
-/// Deletes rollouts some time after they have ended.
+/// Deletes rollouts when they have been over for the time of `--keep`.
 pub async fn archive_ended(leadership: &Leadership) {
     let keep = leadership.context.archive.keep;
     let interval = keep.clamp(MIN_ARCHIVE_INTERVAL, ARCHIVE_INTERVAL);
     let keep = Millis::try_from(keep.as_millis()).unwrap_or(Millis::MAX);
     loop {
-        // The first round comes later too, so that an operator whose clock or --keep is wrong can
-        // still stop the program.
+        // The first scan is delayed too, so that an operator whose clock or --keep is wrong has
+        // time to stop the program.
         tokio::time::sleep(interval).await;
         for running in leadership.rollouts() {
             let is_due = is_due(&running.rollout(), &running.spec, keep, now());
@@ -54,10 +54,10 @@ pub async fn archive_ended(leadership: &Leadership) {
     }
 }
 
-/// Returns whether nothing needs the rollout any more, and its time is over.
+/// Returns whether the rollout has been over for this time and may be deleted.
 fn is_due(rollout: &Rollout, spec: &Spec, keep: Millis, now: Millis) -> bool {
     let header = rollout.header();
-    // It changes guests that join later, though none of its present guests may be changed.
+    // Such a rollout still changes guests that join later.
     if header.phase == Phase::Completed && spec.late_guests == LateGuests::Change {
         return false;
     }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs the commands of gates. A spec names a command, and the controller's own configuration has
-//! it, because specs come from people who have no account on the controller's machine, and records
-//! from a store that others may write.
+//! Runs the commands of gates. A spec contains only the name of a command, and the controller's own
+//! configuration contains the command. People who write specs may have no account on the
+//! controller's machine, and other programs may write the store.
 //!
-//! The file NAME.yaml in the folder of `--gates` has one command:
+//! The file NAME.yaml in the folder of `--gates` contains one command:
 //!
 //! ```yaml
 //! command: [/usr/local/bin/probe, web]
@@ -60,14 +60,14 @@ pub struct NotUsable {
 enum Why {
     #[error("{} is not used: {error}", .path.display())]
     NotTrusted { path: PathBuf, error: NotTrusted },
-    /// The error itself may quote a secret of the file, so it is only logged.
-    #[error("{} is malformed at line {line}; the controller's log says more", .path.display())]
+    /// The parser's error may quote a secret from the file, so it is only logged.
+    #[error("{} is malformed at line {line}; see the controller's log", .path.display())]
     Malformed { path: PathBuf, line: usize },
-    #[error("{0:?} is no name of 1 to 64 letters, digits, '-' and '_'")]
+    #[error("{0:?} is not a name of a command; give 1 to 64 letters, digits, '-' and '_'")]
     Name(String),
-    #[error("{0:?} is no absolute path of a program")]
+    #[error("{0:?} is not the absolute path of a program")]
     Program(String),
-    #[error("{0:?} is no name of a variable")]
+    #[error("{0:?} is not a name of a variable")]
     Variable(String),
     #[error("there is no user {0:?} on this machine")]
     NoUser(String),
@@ -81,7 +81,7 @@ enum Why {
     Task(tokio::task::JoinError),
 }
 
-/// A file of the folder.
+/// The content of a file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct CommandFile {
@@ -102,14 +102,14 @@ struct Usable {
     environment: BTreeMap<String, String>,
 }
 
-/// Returns whether a command may have this name, which is a part of a path.
+/// Returns whether this is a valid name of a command. The name becomes part of a path.
 pub fn is_name(name: &str) -> bool {
     let is_letter = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
     !name.is_empty() && name.len() <= MAX_NAME_BYTES && name.bytes().all(is_letter)
 }
 
 impl Commands {
-    /// Uses the files of this folder, which are read whenever a command is used.
+    /// Uses the files of this folder. A file is read each time its command is used.
     pub fn new(folder: PathBuf) -> Self {
         Self(folder.into())
     }
@@ -145,7 +145,7 @@ impl Commands {
 
     async fn read(&self, name: &str) -> Result<Usable, NotUsable> {
         let (folder, owned) = (Arc::clone(&self.0), name.to_owned());
-        // Users may be looked up over the network.
+        // The lookup of a user may block on the network.
         let read = tokio::task::spawn_blocking(move || read(&folder, &owned)).await;
         let name = name.to_owned();
         read.unwrap_or_else(|error| Err(Why::Task(error)))
@@ -198,7 +198,7 @@ fn usable(file: CommandFile) -> Result<Usable, Why> {
     })
 }
 
-/// Returns the user and group of a command whose file names this user; `None` for those of the
+/// Returns the uid and gid for a command whose file names this user; `None` for those of the
 /// controller.
 fn user(name: Option<String>) -> Result<Option<(u32, u32)>, Why> {
     let own = rustix::process::geteuid().as_raw();
@@ -227,7 +227,7 @@ impl Usable {
         command.stdin(Stdio::null());
         command.stdout(Stdio::null()).stderr(Stdio::null());
         if let Some((user, group)) = self.user {
-            // With this, the standard library drops the supplementary groups of root too.
+            // This also makes the standard library drop the supplementary groups of root.
             command.uid(user).gid(group);
         }
         command
@@ -237,14 +237,14 @@ impl Usable {
 /// The process group of a command, which is killed on drop.
 struct Group {
     child: Child,
-    /// The id of the group, which is that of its first process; `None` once the process has been
-    /// waited for, because another group may have the id then.
+    /// The ID of the group, which is that of its first process; `None` once the process has been
+    /// waited for, because the ID may then be reused.
     id: Option<Pid>,
 }
 
 impl Group {
     fn spawn(mut command: Command) -> io::Result<Self> {
-        // Descriptors that the controller has inherited lack the flag that its own have.
+        // Descriptors that the controller itself has inherited may lack CLOEXEC.
         close_fds::set_fds_cloexec_threadsafe(3, &[]);
         let child = command.process_group(0).kill_on_drop(true).spawn()?;
         let id = child.id().and_then(|id| i32::try_from(id).ok());
@@ -252,11 +252,11 @@ impl Group {
         Ok(Self { child, id })
     }
 
-    /// Waits until the command has ended, and kills what it has started.
+    /// Waits until the command has ended, and kills the remaining processes of its group.
     async fn ended(mut self) -> io::Result<ExitStatus> {
         if let Some(id) = self.id {
-            // The process keeps its id, and thus the group keeps its own, until it is waited for
-            // without NOWAIT. If this future is dropped, the process is killed and the thread ends.
+            // NOWAIT leaves the process waitable, so its ID and that of the group are not reused.
+            // If this future is dropped, the process is killed and the thread ends.
             let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
             let ends = move || waitid(WaitId::Pid(id), options);
             tokio::task::spawn_blocking(ends).await??;
@@ -265,7 +265,7 @@ impl Group {
         self.child.wait().await
     }
 
-    /// Kills the processes of the group, whose first one has not been waited for.
+    /// Kills the processes of the group if its first process has not been waited for.
     fn kill(&mut self) {
         if let Some(id) = self.id.take() {
             // There may be no process left.

@@ -22,9 +22,9 @@ use self::commands::Commands;
 use crate::hosts::Hosts;
 use crate::rollout::{GateAnswer, WaveGateKind};
 
-/// The reason why a command that a record of the store gives is not run: whoever can write the
-/// store could run any command.
-const NOT_RUN: &str = "is not run, because the spec gives this command and does not name it; undo \
+/// The reason why a command line in a stored record is not run. Otherwise everyone who can write
+/// the store could run any command.
+const NOT_RUN: &str = "is not run, because the spec contains its command line and not a name; undo \
      the rollout, or promote it without this gate";
 
 /// The reason why a gate has not passed.
@@ -40,7 +40,7 @@ impl<T: Into<String>> From<T> for Obstacle {
     }
 }
 
-/// The wave at whose gates the parties are asked, and the ways to ask them.
+/// The wave whose gates are queried, and the means to query them.
 pub struct Asking<'a> {
     pub hosts: &'a Hosts,
     pub commands: &'a Commands,

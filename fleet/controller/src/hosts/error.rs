@@ -10,7 +10,7 @@ use crate::rollout::Failure;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallError {
     pub failure: Failure,
-    /// True if the host does not accept the controller's certificate, or what it asserts.
+    /// True if the host does not accept the controller's certificate or its assertion.
     pub is_identity_refused: bool,
     /// True if the host does not have the guest, or does not answer.
     pub may_have_moved: bool,

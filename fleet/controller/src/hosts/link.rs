@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Makes the connections to a host, and signs what goes over them.
+//! Connects to a host, and signs the assertions of the calls over a connection.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
@@ -19,7 +19,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A channel, and the key that signs what goes over it.
+/// A channel, and the key that signs the assertions of its calls.
 pub struct Link {
     pub channel: Channel,
     /// The key of the controller's certificate. It is read by the first call that needs it.
@@ -44,8 +44,8 @@ impl Link {
         }
     }
 
-    /// Returns the assertion that the person causes the call. It is signed unless the host is
-    /// reached by its socket, where the uid of this process proves who asserts.
+    /// Returns the assertion that the call is made for the person. It is unsigned over a unix
+    /// socket, where the uid of this process proves who asserts.
     pub fn assertion(
         &self,
         config: &HostConfig,
@@ -67,14 +67,14 @@ impl Link {
             HostEndpoint::Address(_, tls) => {
                 let signed = self.signer(tls).and_then(|signer| signer.sign(&assertion));
                 signed.map_err(|error| {
-                    Status::unavailable(format!("the call cannot be signed: {error}"))
+                    Status::unavailable(format!("the assertion cannot be signed: {error}"))
                 })
             }
         }
     }
 }
 
-/// Creates a channel that connects at the first call.
+/// Creates a channel that connects on the first call.
 fn channel(config: &HostConfig) -> Channel {
     let channel = client::endpoint().connect_timeout(CONNECT_TIMEOUT);
     match config.endpoint.clone() {

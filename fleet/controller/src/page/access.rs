@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Identifies the principal of a request, and refuses requests that are not of the page.
+//! Identifies the principal of a request, and refuses requests that do not come from the page.
 //!
 //! A TCP connection within the host has no peer credentials, but the kernel lists the owner of each
 //! socket in `/proc/net/tcp`. The page looks up the uid of its peer there.

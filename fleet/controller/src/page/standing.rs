@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Builds the head of a rollout's page, which says first if the guests are safe and what a person
-//! can do, and the marks of rollouts in the list that need a person.
+//! Builds the head of a rollout's page, which shows whether the guests are safe and what a person
+//! can do, and the marks of those rollouts in the list that wait for a person.
 
 use serde::Serialize;
 
@@ -8,7 +8,7 @@ use super::sight::Hidden;
 use crate::rollout::{GateStanding, Member, Millis, Phase, Rollout, Standing, State};
 use crate::view;
 
-/// An answer to the question if the guests are safe.
+/// The assessment of whether the guests are safe.
 #[derive(Serialize)]
 pub struct Safety {
     /// "safe", "attention" or "danger".
@@ -21,7 +21,7 @@ pub struct Safety {
 pub struct Keys {
     want: String,
     count: u32,
-    /// The first of them.
+    /// The names of the first of these keys.
     names: Vec<String>,
 }
 
@@ -39,7 +39,7 @@ pub struct Step {
     effect: String,
 }
 
-/// The numbers of members by what they need.
+/// The numbers of members that are not in their final state, by the reason.
 struct Waits {
     not_yet: usize,
     releasing: usize,
@@ -70,7 +70,7 @@ impl Waits {
     }
 }
 
-/// Says if the guests that the principal may see are safe.
+/// Assesses whether the guests that the principal may see are safe.
 pub fn safety<'m>(rollout: &Rollout, members: impl Iterator<Item = &'m Member>) -> Safety {
     let waits = Waits::of(members);
     let gates = rollout.gate_standings();

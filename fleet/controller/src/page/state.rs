@@ -122,7 +122,7 @@ struct Pauses {
 #[derive(Serialize)]
 struct CommandView {
     name: &'static str,
-    /// The rollout's phase allows the command.
+    /// True if the command is legal in the rollout's phase.
     legal: bool,
     enabled: bool,
     /// The reason why the button is disabled.

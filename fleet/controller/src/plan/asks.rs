@@ -32,7 +32,7 @@ pub struct Asks {
     pub ttl: Option<Duration>,
     /// The reason of the claims, in one line of at most 256 bytes.
     reason: String,
-    /// The spec consents to claims on guarded keys.
+    /// The spec allows claims on guarded keys.
     allow_guarded: bool,
 }
 
@@ -115,10 +115,10 @@ impl Asks {
         Ok((planned, boot))
     }
 
-    /// Adds the way to consent to the reason why a guarded key is refused.
+    /// Adds a hint to the reason why a guarded key is refused: the field that allows the claim.
     fn consented(&self, why: String) -> String {
         match why.contains("KEY_GUARDED") && !self.allow_guarded {
-            true => format!("{why} (`allow_guarded: true` in the spec)"),
+            true => format!("{why} (the spec can allow it with `allow_guarded: true`)"),
             false => why,
         }
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Compares a spec with a rollout that was planned before.
+//! Compares a spec with an existing rollout.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use crate::rollout::{Member, Phase, Rollout, State};
 use crate::runner::{Running, now};
 use crate::spec::{Spec, SpecError};
 
-/// The reason why a spec is not compared with a rollout.
+/// The reason why a spec cannot be compared with a rollout.
 #[derive(Debug, thiserror::Error)]
 pub enum DiffError {
     #[error("{0}")]
@@ -36,11 +36,11 @@ pub struct Difference<K> {
 /// The differences between a rollout and the plan of another spec.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Diff {
-    /// What is wanted of keys, and the number of guests on which this differs.
+    /// The wanted states of keys, and the number of guests on which each of them differs.
     pub keys: Vec<(Difference<String>, usize)>,
     /// The waves of guests, by host and guest. A guest that the plan leaves out has no wave.
     pub guests: Vec<Difference<(String, String)>>,
-    /// Lines of the fields of the spec.
+    /// The lines of the spec's other fields.
     pub conditions: Vec<Difference<&'static str>>,
     /// The reasons why the plan leaves guests out, by host and guest.
     pub left_out: BTreeMap<(String, String), String>,
@@ -77,7 +77,7 @@ pub async fn compare(
     Ok(diff((&rollout, &running.spec), (&planned, &spec)))
 }
 
-/// Compares the rollout with what a plan of the other spec would be.
+/// Compares a rollout with the plan of another spec.
 pub fn diff(before: (&Rollout, &Spec), after: (&Rollout, &Spec)) -> Diff {
     let (old, new) = (wanted(before.0), wanted(after.0));
     Diff {
@@ -90,7 +90,7 @@ pub fn diff(before: (&Rollout, &Spec), after: (&Rollout, &Spec)) -> Diff {
 
 type Guests<'r> = BTreeMap<(&'r str, &'r str), (&'r str, &'r Member)>;
 
-/// Returns the guests that the rollout wants changed, and the names of their waves.
+/// Returns the guests that the rollout changes, and the names of their waves.
 fn wanted(rollout: &Rollout) -> Guests<'_> {
     let mut guests = Guests::new();
     for wave in &rollout.header().waves {
@@ -137,8 +137,8 @@ fn guests(old: &Guests<'_>, new: &Guests<'_>) -> Vec<Difference<(String, String)
     all.filter(|one| one.before != one.after).collect()
 }
 
-/// Compares the claims on guests that are wanted in both. A guest that is wanted in one only is a
-/// difference of its own.
+/// Compares the claims on guests that both rollouts change. [`guests`] reports a guest that only
+/// one of them changes.
 fn keys(old: &Guests<'_>, new: &Guests<'_>) -> Vec<(Difference<String>, usize)> {
     let mut found: BTreeMap<(&str, Option<&str>, Option<&str>), usize> = BTreeMap::new();
     for (name, (_, before)) in old {

@@ -58,7 +58,8 @@ impl Rollout {
         last.count += (first + count) - end;
         let (name, more) = (cut[0].name.clone(), cut.len() - 1);
         self.header.waves.extend(cut);
-        // The rollout itself adds waves for what the starter's spec selects.
+        // An empty principal is the rollout itself, which adds guests that its spec selects. They
+        // are changed for the person who started it.
         if !principal.is_empty() {
             self.header
                 .decide(waves..self.header.waves.len(), principal);
@@ -86,8 +87,7 @@ impl Rollout {
     }
 
     /// Replaces the earlier member of the same guest. The new member continues its generation.
-    /// Returns false, and changes nothing, if the earlier one is being changed or waits for its
-    /// wave.
+    /// Returns false and changes nothing if the earlier one is being changed or waits for its wave.
     fn supersede(&mut self, index: usize, member: &mut Member) -> bool {
         let earlier = &self.members[index];
         if matches!(earlier.state, State::Pending | State::Claiming { .. }) {

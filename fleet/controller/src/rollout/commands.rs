@@ -35,7 +35,7 @@ impl Rollout {
         Ok(())
     }
 
-    /// Starts the plan although too few people approve it.
+    /// Starts the plan without the required approvals.
     ///
     /// # Errors
     /// [`NotLegal`] if the rollout is not planned, or the digest differs.
@@ -116,10 +116,10 @@ impl Rollout {
         self.skip(principal, now, "promoted")
     }
 
-    /// Promotes the rollout although the policy wants its gates approved.
+    /// Promotes the rollout although the policy demands approvals.
     ///
     /// # Errors
-    /// As [`Rollout::promote`].
+    /// The same as for [`Rollout::promote`].
     pub fn promote_unapproved(&mut self, principal: &str, now: Millis) -> Result<(), NotLegal> {
         self.skip(principal, now, "promoted with broken glass")
     }
@@ -168,10 +168,10 @@ impl Rollout {
         self.enter_for(event, Phase::Reverting(end), principal, now, text);
     }
 
-    /// Returns the principal of the person for whom the member's next call is made: the one whose
-    /// command decided what the rollout wants of the guest now. An end that the rollout has decided
-    /// by itself is a consequence of the decision to change the guest. Empty if nobody has started
-    /// the rollout.
+    /// Returns the principal of the person for whom the member's next call is made. This is the
+    /// person whose command determined what the rollout now wants of the guest. If the rollout has
+    /// aborted by itself, it is still the person who decided that the guest is changed. Empty if
+    /// the rollout was not started.
     pub fn person(&self, member: usize) -> &str {
         let header = &self.header;
         let is_over = matches!(header.phase, Phase::Reverting(_) | Phase::Ended(_));
@@ -200,14 +200,14 @@ impl Rollout {
         }
     }
 
-    /// Records that a webhook has accepted the entry with this number, and all before it.
+    /// Records that a webhook has accepted the entry with this number and all earlier ones.
     pub fn delivered(&mut self, webhook: String, number: u64) {
         self.header.delivered.insert(webhook, number);
         self.run.header_changed = true;
     }
 
-    /// Records that guests differ from the state that the rollout set, unless the timeline says so
-    /// since the last change of the phase.
+    /// Records that guests differ from the state that the rollout set, unless the timeline contains
+    /// the same entry since the last change of the phase.
     pub fn drifted(&mut self, principal: &str, text: String, now: Millis) {
         let timeline = self.header.timeline.iter().rev();
         let mut since = timeline.take_while(|entry| entry.event != Event::Phase);

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Describes gates and times in words.
+//! Describes gates and durations in words.
 
 use std::fmt;
 
 use super::policy::{ErrorsOf, WaveGate, WaveGateKind};
 use super::state::Millis;
 
-/// Returns a length of time as "2h 5m", "10m" or "45s". It is rounded up to seconds.
+/// Formats a duration as "2h 5m", "10m" or "45s", rounded up to seconds.
 pub fn lasting(time: Millis) -> String {
     let seconds = time.div_ceil(1000);
     let units = [

@@ -54,11 +54,11 @@ pub struct Tracepoint {
     pub key: String,
 }
 
-/// A guarded key that is claimed by consent of the spec.
+/// A guarded key that is claimed because the spec has `allow_guarded`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Guarded {
     pub key: String,
-    /// The effect of a change from outside, as far as it is known; may be empty.
+    /// The known effect of a change from outside; may be empty.
     pub advice: String,
 }
 
@@ -105,7 +105,7 @@ impl KeySet {
         }
     }
 
-    /// Returns the set with these of its keys marked as guarded.
+    /// Marks these keys of the set as guarded.
     #[must_use]
     pub fn with_guarded(mut self, guarded: Vec<Guarded>) -> Self {
         if !guarded.is_empty() {

@@ -489,7 +489,7 @@ impl Rollout {
         self.enter_for(Event::Phase, phase, principal, now, text);
     }
 
-    /// Enters the phase because of the event, which the timeline records if it has a text.
+    /// Enters the phase because of an event. The timeline records the event if `text` is not empty.
     pub(super) fn enter_for(
         &mut self,
         event: Event,

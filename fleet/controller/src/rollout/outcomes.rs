@@ -78,7 +78,7 @@ impl Rollout {
                 }
             }
         };
-        // A guest that is as wanted closes no gate, and the check reads all guests.
+        // The check reads all guests, and a guest that is as wanted closes no gate.
         let is_late = state.is_late();
         self.set(index, state);
         if is_late {

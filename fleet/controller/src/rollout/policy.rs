@@ -85,10 +85,9 @@ pub enum WaveGateKind {
     Errors { max_percent: u32, of: ErrorsOf },
     /// The maximum of the 99th percentile of a wave's pauses.
     PauseP99 { budget_us: u64 },
-    /// A command that a spec of an earlier version gave. It is never run.
+    /// A command line from a spec of an earlier version. It is never run.
     Command { argv: Vec<String>, timeout_ms: u64 },
-    /// A command of the controller's configuration, which must exit with status 0 before its
-    /// timeout.
+    /// A command in the controller's configuration. It must exit with status 0 before the timeout.
     NamedCommand { name: String, timeout_ms: u64 },
     /// The health that the agents of the wave's guests report.
     AgentHealth {
@@ -152,7 +151,7 @@ pub struct Policy {
     /// The number of guests of each wave that must be as wanted before the next wave begins.
     pub min_success: usize,
     pub after_reboot: AfterReboot,
-    /// Guarded keys may be claimed, which needs the role of an admin.
+    /// True if guarded keys may be claimed. Commands for the rollout then require the role admin.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub allow_guarded: bool,
 }

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reports the standing of the present wave's gates, and the commands that a person may give next.
+//! Reports the state of the current wave's gates, and the commands that a person can give next.
 
 use super::describe::lasting;
 use super::gates;
 use super::state::{Member, Millis, Phase, Rollout, Stage, State};
 
-/// The latest answer of a gate in the present wave.
+/// The latest result of a gate in the current wave.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Standing {
-    /// The gate has not answered in this wave, or not to this leader.
+    /// This leader has no result of the gate for this wave yet.
     NotAsked,
-    /// The gate was passed at this time; `None` if it needs no external information.
+    /// The gate passed at this time; `None` if it needs no external information.
     Passed(Option<Millis>),
     Inconclusive {
         since: Millis,
@@ -24,7 +24,7 @@ pub enum Standing {
 pub struct GateStanding {
     /// The gate in words.
     pub text: String,
-    /// A closed gate aborts the rollout instead of pausing it.
+    /// True if the gate aborts the rollout when it closes. Otherwise it pauses the rollout.
     pub aborts: bool,
     pub standing: Standing,
 }
@@ -38,7 +38,7 @@ pub struct NextStep {
 }
 
 impl Rollout {
-    /// Returns the standing of each gate of the spec in the present wave.
+    /// Returns the state of each gate of the spec in the current wave.
     pub fn gate_standings(&self) -> Vec<GateStanding> {
         let gates = self.header.policy.gates.iter().enumerate();
         let standings = gates.map(|(index, gate)| GateStanding {
@@ -67,7 +67,7 @@ impl Rollout {
                 None => Standing::Passed(None),
             };
         }
-        // The answers of the wave before are kept until this one has settled.
+        // Until this wave bakes, the stored results are those of the previous wave.
         if wave.bakes_until.is_none() {
             return Standing::NotAsked;
         }
@@ -85,7 +85,7 @@ impl Rollout {
     pub fn next_steps(&self, now: Millis) -> Vec<NextStep> {
         let step = |command, effect: String| NextStep { command, effect };
         let undo = || step("undo", self.undo_effect());
-        let pause = || step("pause", "lets no further guest change".to_owned());
+        let pause = || step("pause", "starts no further changes".to_owned());
         match self.header.phase {
             Phase::Planned => self.next_of_a_plan(),
             Phase::Running(Stage::Changing) => vec![pause(), undo()],
@@ -112,7 +112,7 @@ impl Rollout {
             Phase::Reverting(_) => {
                 let is_late = |member: &Member| matches!(&member.state, State::Releasing { why } if !why.is_empty());
                 let late = self.members.iter().any(is_late);
-                let effect = "gives up a guest that will not answer any more; it may keep the \
+                let effect = "gives up a guest that will not answer again; it may keep the \
                               change";
                 late.then(|| step("forget", effect.to_owned()))
                     .into_iter()
@@ -141,7 +141,7 @@ impl Rollout {
         };
         let abort = NextStep {
             command: "abort",
-            effect: "drops the plan; nothing was changed".to_owned(),
+            effect: "discards the plan; nothing was changed".to_owned(),
         };
         vec![first, abort]
     }
@@ -155,7 +155,7 @@ impl Rollout {
         }
     }
 
-    /// Says what a promotion would skip.
+    /// Describes what a promotion would do and skip.
     fn promote_effect(&self, now: Millis) -> String {
         let (wave, waves) = (self.header.wave, &self.header.waves);
         let then = match waves.get(wave + 1) {

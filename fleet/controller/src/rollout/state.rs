@@ -199,10 +199,11 @@ impl Member {
         }
     }
 
-    /// Returns the time for which the latest change stopped the guest; `None` if it was not changed.
+    /// Returns the time for which the latest change stopped the guest; `None` if it was not
+    /// changed.
     pub fn pause(&self) -> Option<u64> {
         match self.state {
-            // A record of before the field has it in the state alone.
+            // Records of earlier versions contain the time only in the state.
             State::AsWanted { pause_us } => Some(pause_us),
             _ => self.pause_us,
         }
@@ -236,8 +237,8 @@ pub struct Wave {
     pub is_added: bool,
     /// The rollout wants nothing of the wave's guests any more.
     pub is_taken_back: bool,
-    /// The principal whose command decided that the wave's guests are changed; empty if it is the
-    /// one that started the rollout.
+    /// The principal whose command decided that the wave's guests are changed; empty for the
+    /// principal that started the rollout.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub decided_by: String,
 }
@@ -251,12 +252,12 @@ impl Wave {
 /// The subject of a timeline's entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Event {
-    /// The entry has none of the other subjects, or was written before there were subjects.
+    /// The entry has another subject, or was written by an earlier version.
     #[default]
     Other,
     /// The rollout entered another phase.
     Phase,
-    /// The first answer of a gate in a wave, or one that differs from the one before.
+    /// The first result of a gate in a wave, or one that differs from the previous one.
     Gate,
     /// A gate paused or aborted the rollout.
     GateClosed,
@@ -272,8 +273,8 @@ pub struct TimelineEntry {
     pub text: String,
     #[serde(default, skip_serializing_if = "is_default")]
     pub event: Event,
-    /// The position among all entries that the timeline ever had, from 1; 0 in an entry of a
-    /// program that did not count them.
+    /// The position among all entries that the timeline ever had, from 1; 0 in an entry of an
+    /// earlier version.
     #[serde(default, skip_serializing_if = "is_default")]
     pub number: u64,
     /// The phase after the event.
@@ -281,7 +282,7 @@ pub struct TimelineEntry {
     pub phase: Phase,
 }
 
-/// Returns whether a field of a record is left out of it.
+/// Returns whether the field has its default value and is therefore not stored.
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
@@ -304,13 +305,13 @@ pub struct Header {
     pub policy: Policy,
     pub approvals: Vec<String>,
     pub timeline: Vec<TimelineEntry>,
-    /// The number of entries that the timeline ever had.
+    /// The number of all entries that the timeline ever had, including those it has dropped.
     #[serde(default, skip_serializing_if = "is_default")]
     pub entries: u64,
     /// The numbers of the latest entries that webhooks have accepted, by the webhooks' names.
     #[serde(default, skip_serializing_if = "is_default")]
     pub delivered: BTreeMap<String, u64>,
-    /// The gate of the present wave that has paused the rollout.
+    /// The gate of the current wave that has paused the rollout.
     #[serde(default, skip_serializing_if = "is_default")]
     pub closed_gate: Option<usize>,
     pub members: usize,
@@ -320,7 +321,8 @@ pub struct Header {
     pub trace_id: String,
     /// A random text that distinguishes the claims of rollouts with the same name.
     pub run: String,
-    /// The principal that started the rollout; empty before, and in records of earlier builds.
+    /// The principal that started the rollout; empty before the start, and in records of earlier
+    /// versions.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub started_by: String,
     /// The principal that aborted or undid the rollout; empty if nobody did.
@@ -345,7 +347,7 @@ impl Header {
         }
     }
 
-    /// Records that this principal's command decided that the guests of these waves are changed.
+    /// Records the principal whose command decided that the guests of these waves are changed.
     pub(super) fn decide(&mut self, waves: std::ops::Range<usize>, principal: &str) {
         let by = match principal == self.starter() {
             true => String::new(),
@@ -394,8 +396,8 @@ pub(super) struct Run {
     /// The gates of the wave that have answered, the times at which they were asked, and whether
     /// they have passed.
     pub(super) answered: BTreeMap<usize, (Millis, bool)>,
-    /// The gates of the wave whose latest answers are inconclusive, the time of the first, and the
-    /// latest reason.
+    /// The gates of the wave whose latest results are inconclusive. For each, the time of the first
+    /// such result, and the latest reason.
     pub(super) inconclusive: BTreeMap<usize, (Millis, String)>,
     /// The number of consecutive calls for a member that failed, and the time of the next one.
     pub(super) retries: BTreeMap<usize, (u32, Millis)>,

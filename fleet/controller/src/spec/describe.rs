@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Describes the conditions of a spec in words, by which two specs are compared.
+//! Describes the conditions of a spec as text, so that two specs can be compared.
 
 use super::{LateGuests, Size, Spec};
 use crate::rollout::{AfterReboot, Millis, lasting};
@@ -70,7 +70,7 @@ impl Spec {
     }
 }
 
-/// Returns a time as RFC 3339 writes it.
+/// Formats a time according to RFC 3339.
 fn instant(time: Millis) -> String {
     crate::clock::timestamp(time).to_string()
 }

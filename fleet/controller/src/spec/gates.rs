@@ -41,7 +41,7 @@ struct GateFields {
     on_failure: Failure,
 }
 
-/// The name of a command, or the command itself as in specs of earlier versions.
+/// The name of a command, or a command line in a spec of an earlier version.
 #[derive(Deserialize)]
 #[serde(untagged, expecting = "a gate's `command` is a name")]
 enum Command {

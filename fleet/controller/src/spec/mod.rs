@@ -49,7 +49,7 @@ pub struct Spec {
     pub late_guests: LateGuests,
     #[serde(default)]
     pub after_reboot: AfterReboot,
-    /// Consents to claims on guarded keys.
+    /// Allows claims on guarded keys.
     #[serde(default)]
     pub allow_guarded: bool,
 }
@@ -59,8 +59,8 @@ const REPLACED: &str = "`ops` is replaced by `claims`: write `want: on` instead 
      `want: off` instead of `op: disable` or `op: park`, and `want: held` instead of `op: inc`; \
      nothing replaces `op: dec`";
 
-/// The error of a spec that gives a gate's command.
-const INLINE_COMMAND: &str = "gates: a spec does not give a gate's command, but names it: write \
+/// The error of a spec that contains the command line of a gate.
+const INLINE_COMMAND: &str = "gates: a spec must not contain the command line of a gate; write \
      `command: NAME`, and have an administrator of the controller write the command to NAME.yaml \
      in the folder of its option --gates";
 
@@ -275,8 +275,8 @@ impl Spec {
         Ok(spec)
     }
 
-    /// Parses a spec of which a rollout was planned, perhaps by an earlier version, whose specs
-    /// gave the commands of gates.
+    /// Parses the spec of an existing rollout. Specs of earlier versions may contain the command
+    /// lines of gates.
     ///
     /// # Errors
     /// [`SpecError`].

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Authenticates records, so that a user of etcd who is no controller cannot write one.
+//! Authenticates records, so that only a controller with the key can write them.
 //!
-//! A record of a controller with a key has a line before its value:
+//! An authenticated record has a line before its value:
 //!
 //! ```text
 //! patchbay-hmac-sha256 MAC RUN
 //! ```
 //!
 //! MAC is the HMAC-SHA-256 of the record's key in the store, RUN and the value. RUN is the random
-//! text of the rollout, by which records of two rollouts with the same name are told apart. An
-//! older record of the same rollout has a right MAC too.
+//! text of the rollout, which distinguishes successive rollouts of the same name. The MAC of an
+//! older record of the same rollout is also valid.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -23,13 +23,13 @@ use crate::trusted::{self, Forbidden, NotTrusted};
 
 /// The beginning of an authenticated record.
 const BEGINNING: &[u8] = b"patchbay-hmac-sha256 ";
-/// The first input of each MAC, so that no other use of a key gives the same.
+/// The first input of each MAC, which separates this use of a key from any other.
 const PURPOSE: &[u8] = b"patchbay record";
 const MIN_KEY_BYTES: usize = 32;
 const MAX_KEY_BYTES: u64 = 4096;
 const MAC_BYTES: usize = 32;
 
-/// The keys of the controllers. Without one, records are not authenticated.
+/// The record keys of the controllers. If there are none, records are not authenticated.
 #[derive(Clone, Default)]
 pub struct RecordKeys {
     /// The first one signs, and each of them verifies.
@@ -43,20 +43,20 @@ pub enum NoKey {
     #[error("the record key {} is not used: {error}", .path.display())]
     NotTrusted { path: PathBuf, error: NotTrusted },
     #[error(
-        "the record key {} has {bytes} bytes, and at least {MIN_KEY_BYTES} are needed; make one \
+        "the record key {} has {bytes} bytes, but must have at least {MIN_KEY_BYTES}; create one \
          with `openssl rand -out FILE {MIN_KEY_BYTES}`", .path.display()
     )]
     Short { path: PathBuf, bytes: usize },
 }
 
-/// The reason why a record is not taken for one of this controller.
+/// The reason why a record does not pass verification.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotAuthentic {
     #[error("is authenticated, and this controller has no key; give it --record-key")]
     NoKey,
     #[error(
-        "is not authenticated; if it is of the time before --record-key, run the controller once \
-         with --adopt-unsigned-records"
+        "is not authenticated; if it was stored without --record-key, run the controller once with \
+         --adopt-unsigned-records"
     )]
     Unsigned,
     #[error(
@@ -64,7 +64,7 @@ pub enum NotAuthentic {
          --record-key"
     )]
     Wrong,
-    #[error("is of another rollout that had the same name")]
+    #[error("belongs to another rollout of the same name")]
     OtherRun,
 }
 
@@ -74,7 +74,8 @@ pub struct Opened<'e> {
     pub value: &'e [u8],
     /// The rollout's random text; `None` if the record is not authenticated.
     pub run: Option<&'e str>,
-    /// True if the record is as this controller writes it.
+    /// True if this controller would write the same record: the first key has signed it, or there
+    /// are no keys.
     pub is_current: bool,
 }
 
@@ -91,12 +92,12 @@ impl RecordKeys {
         })
     }
 
-    /// Returns whether unsigned records are taken.
+    /// Returns whether records that are not authenticated are accepted.
     pub fn adopts(&self) -> bool {
         self.adopts
     }
 
-    /// Accepts also records that are not authenticated, to sign them.
+    /// Makes [`Self::open`] accept records that are not authenticated, so that they can be signed.
     #[must_use]
     pub fn adopting(mut self) -> Self {
         self.adopts = true;
@@ -107,7 +108,7 @@ impl RecordKeys {
         self.keys.is_empty()
     }
 
-    /// Returns the writes of a rollout with this random text, with authenticated values.
+    /// Authenticates the values in the writes of a rollout with this random text.
     pub fn signed(&self, run: &str, mut writes: Vec<Write>) -> Vec<Write> {
         let Some(signing) = self.keys.first() else {
             return writes;
@@ -122,7 +123,7 @@ impl RecordKeys {
         writes
     }
 
-    /// Verifies the record with this key in the store.
+    /// Verifies a record, whose key in the store is `key`.
     ///
     /// # Errors
     /// [`NotAuthentic`].
@@ -164,7 +165,7 @@ fn read_key(path: &Path) -> Result<Hmac<Sha256>, NoKey> {
     }
 }
 
-/// Returns the MAC of a record. The lengths keep one part from being taken for another.
+/// Returns the MAC of a record. The lengths make the boundaries between the parts unambiguous.
 fn mac(hmac: &Hmac<Sha256>, key: &str, run: &str, value: &[u8]) -> Hmac<Sha256> {
     let mut hmac = hmac.clone();
     for part in [PURPOSE, key.as_bytes(), run.as_bytes(), value] {
@@ -174,7 +175,7 @@ fn mac(hmac: &Hmac<Sha256>, key: &str, run: &str, value: &[u8]) -> Hmac<Sha256> 
     hmac
 }
 
-/// Returns the MAC, the rollout's random text and the value of a record after its beginning.
+/// Splits a record after [`BEGINNING`] into the MAC, the rollout's random text and the value.
 fn parse(rest: &[u8]) -> Option<([u8; MAC_BYTES], &str, &[u8])> {
     let (digits, rest) = rest.split_at_checked(2 * MAC_BYTES)?;
     let mut mac = [0; MAC_BYTES];

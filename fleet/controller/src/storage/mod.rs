@@ -8,8 +8,8 @@
 //! rollouts/NAME/members/00000042
 //! ```
 //!
-//! [`record`] has the form of the values and its versions, and [`authentic`] the line before them
-//! by which a controller knows its own.
+//! [`record`] defines the form of the values and its versions. [`authentic`] defines the line
+//! before a value that authenticates it.
 
 mod archive;
 mod authentic;
@@ -175,7 +175,7 @@ pub struct Loaded {
     /// The names of the unreadable rollouts whose header says that they are over.
     pub over: BTreeSet<String>,
     pub leftovers: Vec<Leftover>,
-    /// The writes that sign the rollouts' records again, which are not signed by the first key.
+    /// The writes that sign those records again that the first key has not signed.
     pub resigned: Vec<Write>,
 }
 
@@ -193,8 +193,7 @@ pub struct Unreadable {
 }
 
 /// Loads all rollouts, one after the other, so that no answer of the store has more than one of
-/// them. A rollout with a record that cannot be read, or that the keys do not verify, does not keep
-/// the others from being loaded.
+/// them. If a record of a rollout cannot be read or verified, the other rollouts are still loaded.
 ///
 /// # Errors
 /// [`StoreError::Unavailable`].
@@ -240,7 +239,7 @@ fn is_over(name: &str, entries: &[Entry], keys: &RecordKeys) -> bool {
     header.is_some_and(|header| record::is_over(header.value, name))
 }
 
-/// Returns the writes of a rollout's records that are to be signed by the first key.
+/// Returns the writes that sign a rollout's records with the first key.
 fn resigned(name: &str, run: &str, entries: &[Entry], keys: &RecordKeys) -> Vec<Write> {
     let mut writes = Vec::new();
     for Entry { key, value, .. } in entries {
@@ -323,8 +322,8 @@ impl<'e> Records<'e> {
         })
     }
 
-    /// Checks that the record was written for this rollout, and not for another one that had the
-    /// same name.
+    /// Checks that the record was written for this rollout, and not for another one of the same
+    /// name.
     fn check_run(&self, key: &str) -> Result<(), String> {
         let run = self.opened.get(key).and_then(|record| record.run);
         match run.is_none() || run == self.run.as_deref() {

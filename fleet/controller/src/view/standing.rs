@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Converts the standing of a rollout, and its differences from a spec.
+//! Converts the gates and next steps of a rollout, and its differences from a spec.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -47,7 +47,7 @@ pub fn next_steps(steps: Vec<NextStep>) -> Vec<v1::NextStep> {
     steps.collect()
 }
 
-/// Returns the keys that any of the members claims, by what is wanted of them.
+/// Returns the keys that any of the members claims, by their wanted state.
 pub fn keys<'m>(members: impl IntoIterator<Item = &'m Member>) -> Vec<v1::ClaimedKeys> {
     let mut wanted: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     let mut seen = BTreeSet::new();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads the file that names the webhooks. It belongs to the controller: who may plan a rollout
-//! cannot choose an address that the controller calls.
+//! Reads the file of the webhooks. It belongs to the controller, so a spec cannot choose where
+//! events are sent.
 
 use std::path::{Path, PathBuf};
 
@@ -15,13 +15,13 @@ use crate::trusted::{self, Forbidden};
 const MAX_FILE_BYTES: u64 = 1 << 16;
 const MAX_WEBHOOKS: usize = 16;
 const MAX_NAME_BYTES: usize = 64;
-/// The beginning of a secret's text.
+/// The prefix of a secret in its file.
 const PREFIX: &str = "whsec_";
-/// The lengths of a secret in bytes.
+/// The permitted lengths of a secret, in bytes.
 const SECRET_BYTES: std::ops::RangeInclusive<usize> = 24..=64;
 const DEFAULT_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);
 const MAX_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(60);
-/// The CAs of a Debian system.
+/// The file of CAs on Debian.
 const DEFAULT_CA: &str = "/etc/ssl/certs/ca-certificates.crt";
 
 /// The reason why the webhooks cannot be used.
@@ -41,12 +41,12 @@ pub enum ConfigError {
 pub struct Webhook {
     pub name: String,
     pub url: http::Uri,
-    /// The file with the secret that signs deliveries. It is read for each one, so that a new
+    /// The file with the secret that signs deliveries. It is read for each delivery, so a new
     /// secret needs no restart.
     pub secret_file: PathBuf,
-    /// The CAs that must have issued the certificate of an https:// server, PEM.
+    /// The CAs that may have issued the certificate of an https:// server, in PEM.
     pub ca: PathBuf,
-    /// The time for one attempt, from the connection to the answer.
+    /// The maximum time of one attempt, from the connection to the response.
     pub timeout: std::time::Duration,
 }
 
@@ -103,7 +103,7 @@ fn check(fields: Fields) -> Result<Webhook, String> {
     let is_letter = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
     if name.is_empty() || name.len() > MAX_NAME_BYTES || !name.bytes().all(is_letter) {
         return Err(format!(
-            "{name:?} is no name of a webhook; give 1 to 64 letters, digits and hyphens"
+            "{name:?} is not a name of a webhook; give 1 to 64 letters, digits and hyphens"
         ));
     }
     let url = fields.url;
@@ -114,12 +114,12 @@ fn check(fields: Fields) -> Result<Webhook, String> {
         matches!(uri.scheme_str(), Some("http" | "https")) && uri.host().is_some() && !has_user
     });
     let uri = uri.ok_or_else(|| {
-        format!("webhook {name}: {url:?} is no URL of this form: https://HOST:PORT/PATH")
+        format!("webhook {name}: {url:?} is not a URL of the form https://HOST:PORT/PATH")
     })?;
     let timeout = fields.timeout.map_or(DEFAULT_TIMEOUT, |timeout| timeout.0);
     if timeout.is_zero() || timeout > MAX_TIMEOUT {
         return Err(format!(
-            "webhook {name}: give a timeout of more than 0 s and up to 60 s"
+            "webhook {name}: the timeout must be more than 0 s and up to 60 s"
         ));
     }
     Ok(Webhook {
@@ -137,10 +137,11 @@ pub(super) fn secret(path: &Path) -> Result<Vec<u8>, ConfigError> {
     let secret = text.trim().strip_prefix(PREFIX);
     let secret = secret.and_then(|secret| STANDARD.decode(secret).ok());
     let secret = secret.filter(|secret| SECRET_BYTES.contains(&secret.len()));
-    // The error must not show the text.
+    // The error must not contain the text.
     secret.ok_or_else(|| ConfigError::Wrong {
         path: path.to_owned(),
-        why: "it has no secret; write `whsec_` and 24 to 64 random bytes in base64".to_owned(),
+        why: "it has no secret; write `whsec_` followed by 24 to 64 random bytes in base64"
+            .to_owned(),
     })
 }
 

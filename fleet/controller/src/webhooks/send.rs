@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Sends one event as Standard Webhooks describes it: the headers `webhook-id`, `webhook-timestamp`
-//! and `webhook-signature`, which is the HMAC-SHA-256 of "ID.TIMESTAMP.BODY" in base64.
+//! Sends one event according to Standard Webhooks, with the headers `webhook-id`,
+//! `webhook-timestamp` and `webhook-signature`. The signature is the HMAC-SHA-256 of
+//! "ID.TIMESTAMP.BODY" in base64.
 
 use std::io;
 use std::sync::Arc;
@@ -24,8 +25,8 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 use super::config::{Webhook, secret};
 use crate::rollout::{Millis, bounded};
 
-/// Sends the event once. Any answer but a status of 200 to 299 is an error, and a redirect is not
-/// followed.
+/// Sends the event once. Only a response with a status of 200 to 299 is a success. Redirects are
+/// not followed.
 ///
 /// # Errors
 /// The reason why the webhook has not accepted the event.
@@ -91,7 +92,7 @@ async fn post(
     let (mut sender, connection) = hyper::client::conn::http1::handshake(io)
         .await
         .map_err(broken)?;
-    // The task of the connection ends when this future is dropped.
+    // Dropping this future ends the task of the connection.
     let mut tasks = JoinSet::new();
     tasks.spawn(connection);
     let response = sender.send_request(request).await.map_err(broken)?;
@@ -112,11 +113,11 @@ fn connector(webhook: &Webhook) -> io::Result<TlsConnector> {
     let mut roots = RootCertStore::empty();
     for certificate in CertificateDer::pem_file_iter(path).map_err(|error| wrong(&error))? {
         let certificate = certificate.map_err(|error| wrong(&error))?;
-        // A system's file may have certificates that this library does not take.
+        // The system's file may contain certificates that this library does not accept.
         let _ = roots.add(certificate);
     }
     if roots.is_empty() {
-        return Err(wrong(&"it has no CA"));
+        return Err(wrong(&"it contains no CA"));
     }
     let config = ClientConfig::builder_with_provider(Arc::new(default_provider()))
         .with_safe_default_protocol_versions()

@@ -40,18 +40,18 @@ fn a_wrong_file_is_refused_without_showing_the_secret() {
         (
             one("name: a, url: \"ftp://a/\""),
             SECRET,
-            "no URL of this form",
+            "not a URL of the form",
         ),
-        (one("name: a, url: /path"), SECRET, "no URL of this form"),
+        (one("name: a, url: /path"), SECRET, "not a URL of the form"),
         (
             one("name: a, url: \"http://me:word@a/\""),
             SECRET,
-            "no URL of this form",
+            "not a URL of the form",
         ),
         (
             one("name: a b, url: \"http://a\""),
             SECRET,
-            "no name of a webhook",
+            "not a name of a webhook",
         ),
         (
             one("name: a, url: \"http://a\", timeout: 2m"),
@@ -159,7 +159,7 @@ fn events_come_in_order_after_the_last_one_that_was_accepted() {
             "each has its own"
         );
     }
-    // An entry of a program that did not number them is delivered to nobody.
+    // Entries without numbers, which earlier versions wrote, are not delivered.
     let old = self::header(&[(0, Event::Phase)]);
     assert!(first_of(&old, "pager", u64::MAX, 0).is_none());
 }

@@ -32,7 +32,7 @@ async fn the_head_says_if_it_is_safe_and_what_to_do() {
     let (url, _serving) = serve(&replica.controller, None).await;
     let mut browser = Browser::start(&program, 390, 844).await;
     browser.open(&url).await;
-    // Without a rollout, the page says how to get one.
+    // Without a rollout, the page explains how to create one.
     replica.lead().await;
     browser
         .wait("!document.getElementById('no-rollouts').hidden")

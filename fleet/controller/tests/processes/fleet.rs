@@ -368,7 +368,7 @@ impl Replica {
         found.unwrap_or_else(|_| panic!("never {text:?}"));
     }
 
-    /// Has it read its policy again, and waits until it has.
+    /// Makes it read its policy again, and waits until it has done so.
     pub async fn reload(&self) {
         self.signal(Signal::HUP);
         self.logged("policy read again").await;

@@ -45,7 +45,7 @@ async fn each_command_is_decided_for_the_person_who_gives_it() {
     let [alice, bob, carol, dave, erin, eve] = &mut clients;
     let text = spec("waves: [{size: 1, bake: 1h}, {size: rest}]");
 
-    // Nobody plans what they could not start.
+    // A person cannot plan a rollout that the person may not start.
     let planned = plan(carol, "net", &text).await;
     refused(
         planned,
@@ -68,7 +68,7 @@ async fn each_command_is_decided_for_the_person_who_gives_it() {
     refused(planned, Code::PermissionDenied, "operator is needed");
     let rollout = plan(alice, "net", &text).await.expect("allowed");
 
-    // Each of the commands is decided, and none has an effect.
+    // The policy refuses each of the commands, and none has an effect.
     for (client, why) in [
         (&mut *bob, "operator is needed"),
         (&mut *carol, "does not cover key"),
@@ -130,7 +130,7 @@ async fn each_command_is_decided_for_the_person_who_gives_it() {
     let rollout = start(alice, &rollout, false).await.expect("allowed");
     assert_eq!(rollout.approvals, [id("alice")]);
     replica.as_wanted("net", 0).await;
-    // A cap on changes does not keep anybody from taking a change back.
+    // A cap on changes does not prevent anybody from undoing a change.
     abort(erin, "net").await.expect("allowed");
     let rollout = replica.wait("net", v1::Phase::Aborted).await;
     let aborted = |entry: &v1::TimelineEntry| entry.text == "aborted";
@@ -232,7 +232,8 @@ async fn two_people_other_than_the_planner_approve() {
     let approved = approve(&mut bob, &wrong).await;
     refused(approved, Code::FailedPrecondition, "review the plan");
 
-    // Dan approves, and then his certificate ends, on the open connection too.
+    // Dan approves. Then his certificate expires, which also ends his access over the open
+    // connection.
     people.issue("dan", time::Duration::seconds(15));
     let mut dan = people.client("dan", &address);
     approve(&mut dan, &rollout).await.expect("still valid");
@@ -294,7 +295,7 @@ async fn breaking_the_glass_needs_its_role_and_is_recorded() {
     let (address, metrics) = (free_address(), free_address());
     let scrape = format!("--metrics={metrics}");
     {
-        // What is not recorded is not broken.
+        // The glass cannot be broken without a record.
         let _replica = people.replica("silent", &address, &[]);
         let mut olga = people.client("olga", &address);
         let rollout = plan(&mut olga, "net", &text).await.expect("allowed");
@@ -444,7 +445,7 @@ async fn a_guest_that_joins_waits_while_its_starter_may_not_change_it() {
         "{message}"
     );
     assert_eq!(fleet.changes(1), []);
-    // The policy as it is then decides.
+    // The policy that is in force then decides.
     std::fs::write(folder.join("policy.yaml"), POLICY).expect("written");
     replica.reload().await;
     let changed = async {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests that hosts are told for whom the controller changes their guests.
+//! Tests that the controller names to hosts the persons for whom it changes their guests.
 
 use std::time::Duration;
 
@@ -82,7 +82,7 @@ async fn a_host_names_and_bounds_the_person_who_started_a_rollout() {
         assert!(guest.message.contains(word), "{guest:?}");
     }
     assert_eq!(fleet.changes(0), [(0, 1)]);
-    // Nobody's cap keeps a rollout from being undone.
+    // No cap prevents the undo of a rollout.
     replica.undo("first").await;
     assert_eq!(fleet.changes(0), [(0, 1), (1, 0)]);
 

@@ -101,13 +101,13 @@ async fn a_forged_rollout_changes_no_guest_and_runs_no_command() {
         name == "forged" && why.contains("is not authenticated"),
         "{out:?}"
     );
-    // The other rollout goes on.
+    // The other rollout continues.
     replica.undo("net").await;
     for guest in 0..2 {
         assert_eq!(fleet.changes(guest), [(0, 1), (1, 0)], "guest {guest}");
     }
     drop(replica);
-    // Without a key the controller takes the forged rollout for its own, but not its command.
+    // Without a key the controller runs the forged rollout, but not its command line.
     for record in fleet.records().await {
         if record.key.starts_with("rollouts/net/") {
             let delete = Transaction::new().delete(record.key);

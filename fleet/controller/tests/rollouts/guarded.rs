@@ -20,7 +20,7 @@ async fn a_guarded_key_is_changed_by_consent_only_and_undone() {
     let error = refused.err().expect("refused").to_string();
     for part in [
         "key guarded is guarded: only the guest knows what else depends on it",
-        "`allow_guarded: true` in the spec",
+        "the spec can allow it with `allow_guarded: true`",
     ] {
         assert!(error.contains(part), "{error}");
     }

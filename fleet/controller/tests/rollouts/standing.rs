@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests what people are told about plans: differences, guests without a wave, and rollouts that
-//! have ended.
+//! Tests the reports about plans: differences, guests without a wave, and rollouts that have ended.
 
 use patchbay_fleet::plan::diff::{self, DiffError};
 use patchbay_fleet::rollout::{Phase, Stage, State};

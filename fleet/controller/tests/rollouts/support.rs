@@ -50,7 +50,7 @@ impl Fleet {
         Self::start_permitting(hosts, guests, false).await
     }
 
-    /// Starts the hosts, whose monitors permit guarded keys or not.
+    /// Starts the hosts. Their monitors permit changes of guarded keys if `allow_guarded` is set.
     pub async fn start_permitting(hosts: usize, guests: usize, allow_guarded: bool) -> Self {
         let folder = tempfile::tempdir().expect("temporary folder");
         let store = EmbeddedStore::open(&folder.path().join("fleet.redb")).expect("opens");

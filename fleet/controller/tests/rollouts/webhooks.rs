@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests webhooks against a real HTTP server that answers as a test wants.
+//! Tests webhooks against a real HTTP server, whose responses each test determines.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -31,7 +31,7 @@ use super::support::{Fleet, PATIENCE, Replica, is_over, spec, tell, wait_for};
 /// 24 bytes in base64.
 const SECRET: &str = "MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3";
 
-/// One request that a server got.
+/// A request that a server has received.
 #[derive(Debug)]
 struct Got {
     headers: HeaderMap,
@@ -199,7 +199,7 @@ async fn events_are_signed_and_arrive_in_order() {
         };
         assert_eq!(got.kind(), kind, "{got:?}");
         assert_eq!(got.header("content-type"), "application/json");
-        // The signature is checked with another implementation than the one that makes it.
+        // An independent implementation checks the signature.
         let signed = format!(
             "{}.{}.{}",
             got.id(),
@@ -282,8 +282,8 @@ async fn an_event_is_repeated_with_the_same_id_until_it_is_accepted() {
     );
 }
 
-/// Checks that a new leader delivers what the earlier one could not, and repeats nothing that was
-/// accepted.
+/// Checks that a new leader delivers the events that the earlier one could not deliver, and does
+/// not repeat those that were accepted.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_new_leader_goes_on_after_the_last_accepted_event() {
     let fleet = Fleet::start(1, 1).await;

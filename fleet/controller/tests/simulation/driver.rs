@@ -52,9 +52,9 @@ pub enum Stage {
 /// The time in which one replica leads. Its drivers are killed and stopped together.
 pub struct Term {
     fence: Fence,
-    /// It does nothing before this time.
+    /// The time until which it does nothing.
     pub stopped_until: Millis,
-    /// It notices at this time that it does not lead any more.
+    /// The time at which it notices that it no longer leads.
     ends_at: Option<Millis>,
 }
 
@@ -218,7 +218,7 @@ impl World {
         false
     }
 
-    /// Lets the leader go on for some time although another replica may lead.
+    /// Lets the leader continue for some time although another replica may lead.
     fn depose(&mut self) {
         let Some(former) = self.leader.take() else {
             return;
@@ -426,7 +426,7 @@ impl World {
         self.schedule(wait, Event::Input(driver, Input::Outcome(outcome)));
     }
 
-    /// Gives the lead to another replica, which loads the rollouts from the store.
+    /// Makes another replica the leader, which loads the rollouts from the store.
     pub fn elect(&mut self) {
         if let Some(former) = self.leader {
             if self.terms[&former].stopped_until <= self.now {

@@ -10,7 +10,7 @@ use patchbay_proto::v1;
 use super::guest::{KEYS, Kill};
 use super::world::World;
 
-/// What is known of a rollout.
+/// The known state of a rollout.
 #[derive(Default)]
 struct Known {
     /// The generations of the members that are stored.
@@ -252,7 +252,7 @@ impl World {
         }
     }
 
-    /// Returns the member of a guest that counts, unless no driver can find the guest.
+    /// Returns the current member of a guest; `None` if no driver can find the guest.
     fn member<'r>(&self, index: usize, rollout: &'r Rollout) -> Option<&'r Member> {
         let guest = &self.guests[index];
         let is_latest = |member: &&Member| {

@@ -77,7 +77,8 @@ impl World {
         self.plan(0);
     }
 
-    /// Plans a rollout, as `Leadership::plan` does, but although another one may change its keys.
+    /// Plans a rollout in the same way as `Leadership::plan`, except that another rollout may
+    /// change the same keys.
     pub fn plan(&mut self, number: usize) {
         let name = format!("r{number}");
         let is_planned = |driver: &Driver| driver.rollout.header().name == name;
@@ -323,7 +324,7 @@ impl World {
         }
     }
 
-    /// Undoes a rollout. The claims of the others decide then.
+    /// Undoes a rollout. Afterwards the claims of the other rollouts decide.
     fn undo(&mut self, name: &str) {
         self.act(Deed::Undo, Some(name));
         self.rest(UNDO);

@@ -60,7 +60,7 @@ pub struct World {
     pub runtime: Runtime,
     pub store: Arc<MemoryStore>,
     pub network: Network,
-    /// The terms of replicas that lead, or do not know yet that they do not lead any more.
+    /// The terms of replicas that lead, or have not noticed yet that they no longer lead.
     pub terms: BTreeMap<u32, Term>,
     pub terms_made: u32,
     pub leader: Option<u32>,

@@ -21,7 +21,7 @@ pub struct Allowed {
     /// The rules that limit the keys of the call; empty if none does.
     pub keys: Vec<KeyRule>,
     /// The person for whom the call is made, and the rules that limit the person's keys; `None` if
-    /// none does.
+    /// no rule does.
     person: Option<(String, Vec<KeyRule>)>,
 }
 
@@ -36,7 +36,7 @@ impl Allowed {
         }
     }
 
-    /// Returns the part of this permission that `bounds` gives the person too.
+    /// Limits this permission to what `bounds` also gives the person.
     pub fn bounded(mut self, person: &str, bounds: Self) -> Self {
         self.rule = format!("{}; for {person}: {}", self.rule, bounds.rule);
         self.role = self.role.min(bounds.role);

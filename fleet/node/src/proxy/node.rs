@@ -111,10 +111,10 @@ impl Node {
         decided.map_err(|why| self.deny(call, guest, &why))
     }
 
-    /// Returns the keys that a call may change: those that its caller may change, and the person
-    /// for whom the caller makes it too.
+    /// Returns the keys that a call may change. Both its caller and the person for whom the call is
+    /// made must be allowed to change them.
     fn permission(&self, call: &Call, guest: &str, counts: bool) -> Result<Allowed, String> {
-        // A call that the person may not make is not counted for the caller.
+        // A call that the person may not make must not be counted for the caller.
         self.bounds(call, guest, false)?;
         let guests = [guest];
         let policy = self.admission.policy();

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Identifies the person for whom a controller makes a call.
 //!
-//! A controller sends an assertion with the call ([`patchbay_access::assertion`]). A call whose
-//! assertion is not believed is refused, because it would otherwise be made with the rights of the
-//! controller alone, and recorded without the person.
+//! A controller sends an assertion with the call ([`patchbay_access::assertion`]). If the assertion
+//! is not accepted, the call is refused. Otherwise it would be made with the full rights of the
+//! controller, and recorded without the person. Only calls that end claims are still carried out.
 
 use std::time::SystemTime;
 
@@ -23,7 +23,7 @@ use super::node::{Node, question_of};
 use super::status;
 
 /// The fields of a SetClaimsRequest that an assertion repeats. The monitor decodes them in the same
-/// way.
+/// way as the daemon.
 #[derive(Clone, PartialEq, Message)]
 struct Claimed {
     #[prost(string, tag = "2")]
@@ -43,7 +43,7 @@ impl Node {
         let person = asserted.or_else(|why| {
             let (principal, method) = (call.principal(), call.method);
             self.audit.denied(principal, "", method.path, guest, &why);
-            // The end of claims needs no person, and a wrong clock must not prevent an undo.
+            // Ending claims needs no person, and a wrong clock must not prevent an undo.
             if gives_back(call) {
                 return Ok(None);
             }
@@ -60,33 +60,33 @@ impl Node {
         let encoded = match (values.next(), values.next()) {
             (None, _) => return Ok(None),
             (Some(value), None) => value,
-            (Some(_), Some(_)) => return Err("comes more than once; send it once".to_owned()),
+            (Some(_), Some(_)) => return Err("was sent more than once; send it once".to_owned()),
         };
         if call.method.effect != Effect::Claims {
-            return Err("goes only with SetClaims; leave it out".to_owned());
+            return Err("is valid only with SetClaims; leave it out".to_owned());
         }
         let policy = self.admission.policy().current();
         if !policy.may_assert(call.principal(), guest) {
-            let why = "comes from a principal that no rule of the policy lets assert for whom it \
-                       acts; add `may_assert: true` to a rule for it, or leave the assertion out";
+            let why = "comes from a principal that no rule of the policy allows to name persons; add \
+                       `may_assert: true` to a rule for it, or leave the assertion out";
             return Err(why.to_owned());
         }
         let encoded = encoded.to_bytes().map_err(|_| "is not base64".to_owned())?;
         let read = assertion::read(&encoded, &call.identity, SystemTime::now());
         let assertion = read.map_err(|error| error.to_string())?;
         match self.differs(call, &assertion) {
-            Some(field) => Err(format!("is about another {field}; sign one for each call")),
+            Some(field) => Err(format!("is for another {field}; sign one for each call")),
             None => Ok(Some(assertion.person)),
         }
     }
 
-    /// Returns the part in which the call differs from the assertion; `None` if there is none.
+    /// Returns the field in which the call differs from the assertion; `None` if they agree.
     fn differs(&self, call: &Call, assertion: &Assertion) -> Option<&'static str> {
         let Ok(claimed) = decode::<Claimed>(&call.message) else {
             return Some("request");
         };
-        // The peer on a unix socket has connected to this host, and nobody else could have sent
-        // what is not signed.
+        // An unsigned assertion comes directly from the peer on this host's unix socket, so it
+        // cannot have been made for another host.
         let is_remote = call.identity.certificate.is_some();
         let differences = [
             ("host", is_remote && !self.admission.is_for(&assertion.host)),
@@ -106,8 +106,8 @@ impl Node {
         differences.find_map(|(what, differs)| differs.then_some(what))
     }
 
-    /// Returns the permission for the call's person, if the policy bounds the person; `None` if it
-    /// does not. With `counts`, the call is counted as a change that the person makes.
+    /// Returns the permission for the call's person; `None` if the policy does not limit the
+    /// person. If `counts` is set, the call is counted as a change by the person.
     pub(super) fn bounds(
         &self,
         call: &Call,
@@ -118,7 +118,7 @@ impl Node {
         let Some(person) = call.person.as_deref() else {
             return Ok(None);
         };
-        // Whoever may abort a rollout can take its claims back everywhere.
+        // Everyone who may abort a rollout can end its claims on every host.
         if gives_back(call) || !policy.current().bounds(person) {
             return Ok(None);
         }
@@ -129,7 +129,7 @@ impl Node {
         };
         let permission = policy.permission(&question, &guests, counts);
         let permission =
-            permission.map_err(|why| format!("it makes the call for {person}, and {why}"))?;
+            permission.map_err(|why| format!("the call is made for {person}, and {why}"))?;
         Ok(Some(Allowed::keys(permission, call.role)))
     }
 }

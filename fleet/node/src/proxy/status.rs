@@ -59,9 +59,9 @@ pub fn denied(principal: &str, method: &str, guest: &str, why: &str) -> Status {
     with(code, "ROLE_MISSING", message, metadata, ErrorDetails::new())
 }
 
-/// Reports that the caller's assertion about the person for whom it calls is not believed.
+/// Reports that the caller's assertion about the person is not accepted.
 pub fn not_believed(principal: &str, why: &str) -> Status {
-    let message = format!("the assertion of {principal} about the person for whom it calls {why}");
+    let message = format!("the assertion by {principal} of the person for whom it calls {why}");
     status(Code::PermissionDenied, "PRINCIPAL_NOT_TRUSTED", message)
 }
 

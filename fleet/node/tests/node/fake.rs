@@ -94,7 +94,7 @@ impl Fake {
         self.answers.lock().expect("free").insert(method, answer);
     }
 
-    /// Records no further calls, because a measurement makes very many.
+    /// Stops recording calls, because a measurement makes a great many.
     #[allow(dead_code, reason = "the example `load` calls it")]
     pub fn forget_calls(&self) {
         self.is_forgetful.store(true, Ordering::Relaxed);

@@ -26,7 +26,7 @@ const OTHER: &str = "spiffe://example.org/other";
 const ALICE: &str = "spiffe://example.org/net/alice";
 /// A person whom a rule makes a viewer.
 const EVE: &str = "spiffe://example.org/look/eve";
-/// A person whom no rule names but the one for everybody.
+/// A person whom only the rule for everybody covers.
 const CAROL: &str = "spiffe://example.org/people/carol";
 
 const POLICY: &str = "
@@ -125,7 +125,7 @@ async fn the_audit_logs_name_the_controller_and_the_person() {
     for word in [FLEET, EVE, "rule \"look\" gives the role viewer"] {
         assert!(message.contains(word), "{message}");
     }
-    // Whoever may abort a rollout can end its claims.
+    // Everyone who may abort a rollout can end its claims.
     set(claims(3, &[]), EVE).await.expect("an end");
     keys.set_claims(claims(4, &["net_b"]))
         .await
@@ -219,9 +219,9 @@ async fn what_is_not_signed_for_this_call_by_this_controller_is_refused() {
     let cases = [
         (
             vec![foreign.sign(&good).expect("signed")],
-            "not signed by the key",
+            "not signed with the key",
         ),
-        (vec![tampered], "not signed by the key"),
+        (vec![tampered], "not signed with the key"),
         (vec![assertion::unsigned(&good)], "is not signed"),
         (
             changed(|other| other.host = "host-2".to_owned()),
@@ -246,7 +246,7 @@ async fn what_is_not_signed_for_this_call_by_this_controller_is_refused() {
         ),
         (
             changed(|other| other.person = "monitor".to_owned()),
-            "not a principal",
+            "an invalid name",
         ),
         (signed_at(at(now - VALIDITY - minute)), "expired"),
         (signed_at(at(now + MAX_SKEW + minute)), "future"),
@@ -266,7 +266,7 @@ async fn what_is_not_signed_for_this_call_by_this_controller_is_refused() {
             "{message}"
         );
     }
-    // Another client may do what the controller may, but not for anybody.
+    // Another client has the same rights as the controller, but must not name a person.
     let mut clients = remote.keys(&others).await;
     let own = foreign.sign(&good).expect("signed");
     for assertion in [own, sign(good.clone())] {

@@ -12,7 +12,7 @@ pub(super) fn add_list<T>(
 ) -> serde_json::Result<()> {
     /// Room for an item with a name of usual length.
     const ITEM_BYTES: usize = 80;
-    // One more, so that the end of the line has room too.
+    // One more byte leaves room for the end of the line.
     object.reserve((items.len() + 1).saturating_mul(ITEM_BYTES));
     open(object);
     add_text(object, name)?;
@@ -53,7 +53,7 @@ fn open(object: &mut String) {
 
 /// Appends a string in quotes.
 fn add_text(to: &mut String, text: &str) -> serde_json::Result<()> {
-    // Names are short: most end before a check of many bytes at once would be faster.
+    // Most names are too short for a check of many bytes at once to be faster.
     let is_plain = |byte: u8| matches!(byte, b' '..=b'~') && byte != b'"' && byte != b'\\';
     if text.bytes().all(is_plain) {
         to.push('"');

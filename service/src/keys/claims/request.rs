@@ -110,7 +110,7 @@ pub struct ClaimsOutcome {
     pub predicted_pause: Option<Duration>,
     /// Keys that patterns matched and left out, by reason.
     pub left_out: Vec<LeftOut>,
-    /// The guarded keys among those that a validation claims, ordered by name, and what is known
+    /// The guarded keys among those that a validation claims, ordered by name, with the known facts
     /// about them.
     pub guarded: Vec<(String, Option<Known>)>,
     /// The answer of an earlier request with this generation.

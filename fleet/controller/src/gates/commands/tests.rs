@@ -169,7 +169,7 @@ fn ends(file: &Path) -> bool {
         tv_nsec: 0,
     };
     let ended = poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&limit));
-    // What the test failed to have ended must not stay.
+    // The process must not outlive a failed test.
     let _ = rustix::process::pidfd_send_signal(&process, Signal::KILL);
     ended == Ok(1)
 }
@@ -184,7 +184,7 @@ async fn everything_that_a_command_has_started_ends_with_it_or_at_the_limit() {
     folders.write_script("sleep 3600 & echo $! >$R", "");
     assert_eq!(folders.ask().await, GateAnswer::Passed);
     assert!(ends(&folders.result()), "with its command");
-    // The time limit of the spec counts too.
+    // The timeout of the spec applies too.
     folders.write_script("echo $$ >$R; exec sleep 3600", "timeout: 1h");
     let kind = WaveGateKind::NamedCommand {
         name: "probe".to_owned(),
@@ -202,14 +202,14 @@ async fn files_that_others_can_write_are_refused() {
     for mode in [0o664, 0o646, 0o666] {
         set_mode(&folders.file(), mode);
         let why = folders.inconclusive().await;
-        let expected = format!("has mode {mode:04o}, and others than its owner can write it");
+        let expected = format!("has mode {mode:04o}, so users other than its owner can write it");
         assert!(why.contains(&expected), "{why}");
     }
     set_mode(&folders.file(), 0o600);
     for mode in [0o777, 0o770, 0o1777] {
         set_mode(folders.gates.path(), mode);
         let why = folders.inconclusive().await;
-        assert!(why.contains("others than its owner can write it"), "{why}");
+        assert!(why.contains("other than its owner can write it"), "{why}");
     }
     set_mode(folders.gates.path(), 0o755);
     assert_eq!(folders.ask().await, GateAnswer::Passed);
@@ -229,7 +229,7 @@ async fn files_that_others_can_write_are_refused() {
     );
     fs::create_dir(folders.file()).expect("created");
     let why = folders.inconclusive().await;
-    assert!(why.contains("it is no regular file"), "{why}");
+    assert!(why.contains("it is not a regular file"), "{why}");
 }
 
 #[tokio::test]
@@ -237,8 +237,8 @@ async fn malformed_files_are_refused() {
     let folders = Folders::new();
     let long = format!("command: [/bin/true] # {}", "x".repeat(64 << 10));
     for (text, why) in [
-        ("command: [true]", "\"true\" is no absolute path"),
-        ("command: []", "\"\" is no absolute path"),
+        ("command: [true]", "\"true\" is not the absolute path"),
+        ("command: []", "\"\" is not the absolute path"),
         ("command: /bin/true", "malformed"),
         ("command: [/bin/true]\nshell: yes", "unknown field `shell`"),
         ("command: [/bin/true]\ntimeout: 5", "has no unit"),

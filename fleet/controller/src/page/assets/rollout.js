@@ -25,7 +25,7 @@ function sentence(text) {
   return `${text.charAt(0).toUpperCase()}${text.slice(1)}.`;
 }
 
-/// Answers first if the guests are safe. The text says it without the colour.
+/// Shows whether the guests are safe. The text must be clear without the colour.
 function showSafety(rollout) {
   const { level, text } = rollout.safety;
   setAttribute(byId("safety"), "data-level", level);
@@ -54,7 +54,7 @@ function showFacts(rollout) {
     setText(item.querySelector(".result"), one.state);
     setText(item.querySelector(".text"), `${one.text}${asked}${why}`);
   });
-  const steps = rollout.next_steps.length ? rollout.next_steps : [{ command: "wait", effect: "for the guests; nothing needs you" }];
+  const steps = rollout.next_steps.length ? rollout.next_steps : [{ command: "wait", effect: "for the guests; you need not do anything" }];
   const step = () => element("li", {}, element("b"), " ", element("span"));
   keyed(byId("next"), steps, (one) => one.command, step, (item, one) => {
     setText(item.querySelector("b"), one.command);

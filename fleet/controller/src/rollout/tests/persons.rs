@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests who decided what the rollout wants of a guest.
+//! Tests for which person the rollout changes a guest.
 
 use super::*;
 
@@ -20,7 +20,7 @@ fn a_call_is_made_for_whoever_decided_what_is_wanted_of_the_guest() {
     rollout.promote("bob", 0).expect("settled");
     assert_eq!(persons(&rollout), ["alice", "bob", "alice"]);
     claimed_wave(&mut rollout, 1);
-    // A pause changes nothing of what is wanted, and who resumes decides about what follows.
+    // A pause does not change what is wanted. The person who resumes decides about later waves.
     rollout.pause("zoe", 0).expect("it runs");
     assert_eq!(persons(&rollout), ["alice", "bob", "alice"]);
     rollout.resume("carol", 0).expect("it is paused");
@@ -39,7 +39,7 @@ fn a_call_is_made_for_whoever_decided_what_is_wanted_of_the_guest() {
     assert_eq!(persons(&by_itself), persons(&rollout));
     rollout.abort("eve", 0);
     assert_eq!(persons(&rollout), ["eve"; 5]);
-    // A later undo decides nothing.
+    // A later undo has no effect on the person.
     rollout.undo("zoe", 0);
     assert_eq!(persons(&rollout), ["eve"; 5]);
 }

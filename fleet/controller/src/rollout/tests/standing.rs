@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests what a rollout reports of its gates and of the commands that may follow.
+//! Tests the states of gates and the next steps that a rollout reports.
 
 use super::*;
 use crate::rollout::{Event, Standing};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests records that are forged, moved, of another key, or of the time before keys.
+//! Tests records that are forged, moved, signed with another key, or not signed.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
@@ -66,7 +66,7 @@ async fn records_of_the_own_key_are_loaded() {
     }
 }
 
-/// Checks that each changed byte of each record takes out its own rollout, and only this one.
+/// Checks that a change of any byte of a record takes only this rollout out of service.
 #[tokio::test]
 async fn a_record_with_a_wrong_hmac_takes_out_its_own_rollout_alone() {
     let (files, (_folder, store)) = (KeyFiles::new(), store().await);
@@ -92,7 +92,7 @@ async fn a_record_with_a_wrong_hmac_takes_out_its_own_rollout_alone() {
             };
             assert!(why.contains("HMAC") || why.contains("not authen"), "{why}");
             assert!(loaded.over.is_empty() && loaded.leftovers.is_empty());
-            // Without its header, what is not the controller's own is not deleted either.
+            // Records that cannot be verified are not deleted either if the header is missing.
             let header = header_key("net");
             let kept = value(&store, &header).await;
             write(&store, vec![header_deletion("net")]).await;
@@ -198,10 +198,10 @@ async fn records_of_the_time_before_keys_are_adopted_once() {
         .await
         .expect("loaded");
     assert_eq!(names(&adopted), ["net"]);
-    // What is not read is not signed either.
+    // Records that cannot be read are not signed either.
     let is_read = |write: &Write| format!("{write:?}").contains("rollouts/net/");
     assert!(adopted.resigned.len() == 5 && adopted.resigned.iter().all(is_read));
-    // The adoption may be interrupted, and begins again then.
+    // An interrupted adoption can be repeated.
     let mut writes = adopted.resigned;
     let rest = writes.split_off(2);
     write(&store, writes).await;
@@ -226,7 +226,7 @@ fn keys_that_are_short_or_that_others_can_read_are_refused() {
     for mode in [0o640, 0o604, 0o644, 0o620] {
         let refused = read(files.write("open", &[7; 32], mode));
         let why = refused.expect_err("refused").to_string();
-        assert!(why.contains("others than its owner have access"), "{why}");
+        assert!(why.contains("other than its owner have access"), "{why}");
     }
     let refused = read(files.write("large", &[7; 5000], 0o600));
     assert!(matches!(refused, Err(NoKey::NotTrusted { .. })));
