@@ -15,7 +15,7 @@ use patchbay_proto::fleet::v1 as fleet;
 use patchbay_proto::fleet::v1::rollout_service_client::RolloutServiceClient;
 use patchbay_proto::v1;
 
-use crate::args::target::{FleetFiles, FleetTarget, Target};
+use crate::args::target::{FleetTarget, Target};
 use crate::client::selected::{Heard, Selected, endpoints, sockets_of};
 use crate::client::sockets::{SOCKET_VARIABLE, variable};
 use crate::client::{Client, lists};
@@ -95,13 +95,11 @@ pub fn rollouts() -> ArgValueCompleter {
             let target = FleetTarget {
                 fleet: words.value("--fleet").into_iter().collect(),
                 fleet_socket: path("--fleet-socket"),
+                fleet_cert: file("--fleet-cert", "PATCHBAY_FLEET_CERT"),
+                fleet_key: file("--fleet-key", "PATCHBAY_FLEET_KEY"),
+                fleet_ca: file("--fleet-ca", "PATCHBAY_FLEET_CA"),
             };
-            let files = FleetFiles {
-                cert: file("--cert", "PATCHBAY_CERT"),
-                key: file("--key", "PATCHBAY_KEY"),
-                ca: file("--ca", "PATCHBAY_CA"),
-            };
-            let (place, names) = (target.place(files).ok()?, Mutex::new(vec![]));
+            let (place, names) = (target.place().ok()?, Mutex::new(vec![]));
             let listed = replicas::at_leader(&place, |channel| {
                 let names = &names;
                 async move {

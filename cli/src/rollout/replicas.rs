@@ -10,7 +10,7 @@ use tonic::Status;
 use tonic::transport::Channel;
 use tonic_types::StatusExt;
 
-use crate::args::target::{FleetFiles, FleetTarget};
+use crate::args::target::FleetTarget;
 use crate::client::sockets::{CONTROLLER, CONTROLLER_VARIABLE, FLEET_VARIABLE, variable};
 use crate::client::{self, Unreachable};
 use crate::failure::Failure;
@@ -48,7 +48,7 @@ impl FleetTarget {
     ///
     /// # Errors
     /// An address is malformed, or a certificate file is not given.
-    pub fn place(self, files: FleetFiles) -> Result<Place, Failure> {
+    pub fn place(self) -> Result<Place, Failure> {
         let addresses = match (self.fleet_socket, self.fleet) {
             (Some(socket), _) => return Ok(Place::Socket(socket)),
             (None, given) if !given.is_empty() => given,
@@ -68,10 +68,13 @@ impl FleetTarget {
                 "{wrong:?} is not the address of a controller; give ADDRESS:PORT"
             )));
         }
-        let (Some(certificate), Some(key), Some(ca)) = (files.cert, files.key, files.ca) else {
+        let (Some(certificate), Some(key), Some(ca)) =
+            (self.fleet_cert, self.fleet_key, self.fleet_ca)
+        else {
             return Err(Failure::usage(
-                "a controller identifies clients over TCP by certificates; give --cert, --key and \
-                 --ca, or set PATCHBAY_CERT, PATCHBAY_KEY and PATCHBAY_CA",
+                "over TCP the controller identifies you by a certificate; give --fleet-cert, \
+                 --fleet-key and --fleet-ca, or set PATCHBAY_FLEET_CERT, PATCHBAY_FLEET_KEY and \
+                 PATCHBAY_FLEET_CA",
             ));
         };
         let files = TlsFiles {
@@ -124,7 +127,7 @@ where
                 let cause = why.cause;
                 failure = Failure::error(format!(
                     "no controller answers at {address} ({cause}); check that it runs, and that its \
-                     certificate is for this address and from a CA of --ca"
+                     certificate is for this address and from a CA of --fleet-ca"
                 ));
                 next = given.find(|address| !asked.contains(address));
                 continue;

@@ -134,9 +134,12 @@ impl Replicas {
 
     fn variables(&self, ca: &str, name: &str) -> [(&'static str, PathBuf); 3] {
         [
-            ("PATCHBAY_CERT", self.file(&format!("{ca}/{name}.pem"))),
-            ("PATCHBAY_KEY", self.file(&format!("{ca}/{name}.key"))),
-            ("PATCHBAY_CA", self.file("ca/ca.pem")),
+            (
+                "PATCHBAY_FLEET_CERT",
+                self.file(&format!("{ca}/{name}.pem")),
+            ),
+            ("PATCHBAY_FLEET_KEY", self.file(&format!("{ca}/{name}.key"))),
+            ("PATCHBAY_FLEET_CA", self.file("ca/ca.pem")),
         ]
     }
 
@@ -279,7 +282,10 @@ fn certificates_are_needed_and_checked() {
     fleet.runtime.block_on(leads.lead());
     let list = ["--fleet", &address, "rollout", "list"];
     let said = fleet.fails(2, &list);
-    assert!(said.contains("--cert, --key and --ca"), "{said}");
+    assert!(
+        said.contains("--fleet-cert, --fleet-key and --fleet-ca"),
+        "{said}"
+    );
     let said = fleet.fails(2, &["--fleet", "fleet", "rollout", "list"]);
     assert!(said.contains("ADDRESS:PORT"), "{said}");
     let (_, said, code) = fleet.by("bob", &["--fleet", &address, "guest", "list"]);
@@ -305,11 +311,13 @@ fn certificates_are_needed_and_checked() {
     foreign.envs(fleet.variables("other", "alice"));
     let mut not_our_ca = fleet.command(&list);
     not_our_ca.envs(fleet.variables("ca", "alice"));
-    not_our_ca.env("PATCHBAY_CA", fleet.file("other/ca.pem"));
+    not_our_ca.env("PATCHBAY_FLEET_CA", fleet.file("other/ca.pem"));
     let mut missing = fleet.command(&list);
     missing.envs(fleet.variables("ca", "nobody"));
+    // Over TLS 1.3 only the first call fails, with an error that depends on its timing.
+    let output = foreign.output().expect("it starts");
+    assert!(!output.status.success() && output.stdout.is_empty());
     for (mut command, why) in [
-        (foreign, "the peer does not know the CA"),
         (not_our_ca, "a CA that is not among those given"),
         (missing, "nobody.pem"),
     ] {

@@ -135,7 +135,9 @@ impl Rollout {
     /// Closes a gate on errors as soon as too many guests are not yet as wanted, even before the
     /// wave has settled.
     pub(super) fn check_errors(&mut self, now: Millis) {
-        if self.header.phase != Phase::Running(Stage::Changing) {
+        // After the last wave there is none until the next step ends the rollout.
+        let is_over = self.header.wave >= self.header.waves.len();
+        if self.header.phase != Phase::Running(Stage::Changing) || is_over {
             return;
         }
         if let Some((gate, why)) = self.closed_gate(WaveGateKind::is_of_errors) {

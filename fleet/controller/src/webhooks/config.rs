@@ -27,11 +27,6 @@ const DEFAULT_CA: &str = "/etc/ssl/certs/ca-certificates.crt";
 /// The reason why the webhooks cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    #[error("{path} cannot be read: {error}", path = .path.display())]
-    File {
-        path: PathBuf,
-        error: std::io::Error,
-    },
     #[error("{path}: {why}", path = .path.display())]
     Wrong { path: PathBuf, why: String },
 }
