@@ -219,14 +219,7 @@ pub const ROWS: &[Row] = &[
         1,
         node::Call::Nothing,
     ),
-    proxied(
-        "patchbayd, 1,000 guests: a call that does nothing",
-        1000,
-        node::Call::Nothing,
-    )
-    .untested(),
     proxied("patchbayd, 1 guest: 1 key", 1, node::Call::OneKey),
-    proxied("patchbayd, 1,000 guests: 1 key", 1000, node::Call::OneKey).untested(),
 ];
 
 /// Returns the row with this name, or else the first row whose name begins with it.

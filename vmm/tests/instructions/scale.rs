@@ -81,24 +81,6 @@ pub const GROUPS: &[Group] = &[
         ],
         cost: |cost| cost.executor,
     },
-    Group {
-        unit: "a call through patchbayd",
-        base: None,
-        rows: &[
-            ("patchbayd, 1 guest: a call that does nothing", 1),
-            ("patchbayd, 1,000 guests: a call that does nothing", 1),
-        ],
-        cost: |cost| cost.api,
-    },
-    Group {
-        unit: "a change through patchbayd",
-        base: None,
-        rows: &[
-            ("patchbayd, 1 guest: 1 key", 1),
-            ("patchbayd, 1,000 guests: 1 key", 1),
-        ],
-        cost: |cost| cost.api,
-    },
 ];
 
 impl Group {
