@@ -546,10 +546,14 @@ func (x *GuestStatus) GetIncarnation() string {
 }
 
 type DescribeGuestRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Guest         string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
+	// Searches for the kernel's log if it is not known, which may take as long as a
+	// discovery, so that `kernel_state` is set. If the log is not found, the call fails as
+	// StreamKernelLog does.
+	FindKernelState bool `protobuf:"varint,2,opt,name=find_kernel_state,json=findKernelState,proto3" json:"find_kernel_state,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *DescribeGuestRequest) Reset() {
@@ -589,6 +593,13 @@ func (x *DescribeGuestRequest) GetGuest() string {
 	return ""
 }
 
+func (x *DescribeGuestRequest) GetFindKernelState() bool {
+	if x != nil {
+		return x.FindKernelState
+	}
+	return false
+}
+
 type DescribeGuestResponse struct {
 	state       protoimpl.MessageState `protogen:"open.v1"`
 	Status      *GuestStatus           `protobuf:"bytes,1,opt,name=status,proto3" json:"status,omitempty"`
@@ -616,7 +627,8 @@ type DescribeGuestResponse struct {
 	DeclaredKeys uint32 `protobuf:"varint,20,opt,name=declared_keys,json=declaredKeys,proto3" json:"declared_keys,omitempty"`
 	// The declarations for this kernel that do not apply to it, one sentence each.
 	DeclarationErrors []string `protobuf:"bytes,21,rep,name=declaration_errors,json=declarationErrors,proto3" json:"declaration_errors,omitempty"`
-	// Unset until the kernel was discovered or its log was found in memory.
+	// Unset until the kernel was discovered or its log was found in memory; see
+	// `find_kernel_state`.
 	KernelState   *KernelState `protobuf:"bytes,22,opt,name=kernel_state,json=kernelState,proto3" json:"kernel_state,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -785,7 +797,8 @@ func (x *DescribeGuestResponse) GetKernelState() *KernelState {
 	return nil
 }
 
-// The taints and the load of the guest's kernel, read from the guest's memory.
+// The taints, the load, the warnings and the pressure of the guest's kernel, read from the
+// guest's memory.
 type KernelState struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// A bit for each taint, as in /proc/sys/kernel/tainted.
@@ -795,8 +808,17 @@ type KernelState struct {
 	// The load averages of 1, 5 and 15 minutes in hundredths, as /proc/loadavg shows
 	// them. Empty if they cannot be read.
 	LoadHundredths []uint64 `protobuf:"varint,2,rep,packed,name=load_hundredths,json=loadHundredths,proto3" json:"load_hundredths,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// The numbers of warnings (WARN()) and of oopses since boot, as in
+	// /sys/kernel/warn_count and /sys/kernel/oops_count. Unset if they cannot be read or the
+	// kernel does not count them.
+	Warnings *uint64 `protobuf:"varint,3,opt,name=warnings,proto3,oneof" json:"warnings,omitempty"`
+	Oopses   *uint64 `protobuf:"varint,4,opt,name=oopses,proto3,oneof" json:"oopses,omitempty"`
+	// The time that tasks waited for a resource, as the kernel has computed it last. It
+	// computes while tasks run, so the figures of an idle guest are those before it became
+	// idle. Empty if they cannot be read or the kernel does not measure them.
+	Pressure      []*Pressure `protobuf:"bytes,5,rep,name=pressure,proto3" json:"pressure,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *KernelState) Reset() {
@@ -843,6 +865,89 @@ func (x *KernelState) GetLoadHundredths() []uint64 {
 	return nil
 }
 
+func (x *KernelState) GetWarnings() uint64 {
+	if x != nil && x.Warnings != nil {
+		return *x.Warnings
+	}
+	return 0
+}
+
+func (x *KernelState) GetOopses() uint64 {
+	if x != nil && x.Oopses != nil {
+		return *x.Oopses
+	}
+	return 0
+}
+
+func (x *KernelState) GetPressure() []*Pressure {
+	if x != nil {
+		return x.Pressure
+	}
+	return nil
+}
+
+// The percentage of time in which tasks waited for a resource, as /proc/pressure shows it.
+type Pressure struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// "cpu some", "memory full", ...
+	Resource      string  `protobuf:"bytes,1,opt,name=resource,proto3" json:"resource,omitempty"`
+	Average_10S   float64 `protobuf:"fixed64,2,opt,name=average_10s,json=average10s,proto3" json:"average_10s,omitempty"`
+	Average_60S   float64 `protobuf:"fixed64,3,opt,name=average_60s,json=average60s,proto3" json:"average_60s,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Pressure) Reset() {
+	*x = Pressure{}
+	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Pressure) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Pressure) ProtoMessage() {}
+
+func (x *Pressure) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Pressure.ProtoReflect.Descriptor instead.
+func (*Pressure) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *Pressure) GetResource() string {
+	if x != nil {
+		return x.Resource
+	}
+	return ""
+}
+
+func (x *Pressure) GetAverage_10S() float64 {
+	if x != nil {
+		return x.Average_10S
+	}
+	return 0
+}
+
+func (x *Pressure) GetAverage_60S() float64 {
+	if x != nil {
+		return x.Average_60S
+	}
+	return 0
+}
+
 // The discovery of the tables of a kernel that does not register.
 type Discovery struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -865,7 +970,7 @@ type Discovery struct {
 
 func (x *Discovery) Reset() {
 	*x = Discovery{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -877,7 +982,7 @@ func (x *Discovery) String() string {
 func (*Discovery) ProtoMessage() {}
 
 func (x *Discovery) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -890,7 +995,7 @@ func (x *Discovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Discovery.ProtoReflect.Descriptor instead.
 func (*Discovery) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{6}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Discovery) GetWay() DiscoveryWay {
@@ -948,7 +1053,7 @@ type LeftOutModule struct {
 
 func (x *LeftOutModule) Reset() {
 	*x = LeftOutModule{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -960,7 +1065,7 @@ func (x *LeftOutModule) String() string {
 func (*LeftOutModule) ProtoMessage() {}
 
 func (x *LeftOutModule) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -973,7 +1078,7 @@ func (x *LeftOutModule) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeftOutModule.ProtoReflect.Descriptor instead.
 func (*LeftOutModule) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{7}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *LeftOutModule) GetName() string {
@@ -1011,7 +1116,7 @@ type DebugFile struct {
 
 func (x *DebugFile) Reset() {
 	*x = DebugFile{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1023,7 +1128,7 @@ func (x *DebugFile) String() string {
 func (*DebugFile) ProtoMessage() {}
 
 func (x *DebugFile) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1036,7 +1141,7 @@ func (x *DebugFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DebugFile.ProtoReflect.Descriptor instead.
 func (*DebugFile) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{8}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *DebugFile) GetPath() string {
@@ -1076,7 +1181,7 @@ type WatchGuestRequest struct {
 
 func (x *WatchGuestRequest) Reset() {
 	*x = WatchGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1088,7 +1193,7 @@ func (x *WatchGuestRequest) String() string {
 func (*WatchGuestRequest) ProtoMessage() {}
 
 func (x *WatchGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1101,7 +1206,7 @@ func (x *WatchGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchGuestRequest.ProtoReflect.Descriptor instead.
 func (*WatchGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{9}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *WatchGuestRequest) GetGuest() string {
@@ -1120,7 +1225,7 @@ type WatchGuestResponse struct {
 
 func (x *WatchGuestResponse) Reset() {
 	*x = WatchGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1132,7 +1237,7 @@ func (x *WatchGuestResponse) String() string {
 func (*WatchGuestResponse) ProtoMessage() {}
 
 func (x *WatchGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1145,7 +1250,7 @@ func (x *WatchGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchGuestResponse.ProtoReflect.Descriptor instead.
 func (*WatchGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{10}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *WatchGuestResponse) GetStatus() *GuestStatus {
@@ -1170,7 +1275,7 @@ type PauseGuestRequest struct {
 
 func (x *PauseGuestRequest) Reset() {
 	*x = PauseGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1182,7 +1287,7 @@ func (x *PauseGuestRequest) String() string {
 func (*PauseGuestRequest) ProtoMessage() {}
 
 func (x *PauseGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1195,7 +1300,7 @@ func (x *PauseGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseGuestRequest.ProtoReflect.Descriptor instead.
 func (*PauseGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{11}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *PauseGuestRequest) GetGuest() string {
@@ -1233,7 +1338,7 @@ type PauseGuestResponse struct {
 
 func (x *PauseGuestResponse) Reset() {
 	*x = PauseGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1245,7 +1350,7 @@ func (x *PauseGuestResponse) String() string {
 func (*PauseGuestResponse) ProtoMessage() {}
 
 func (x *PauseGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1258,7 +1363,7 @@ func (x *PauseGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseGuestResponse.ProtoReflect.Descriptor instead.
 func (*PauseGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{12}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *PauseGuestResponse) GetStopTime() *durationpb.Duration {
@@ -1284,7 +1389,7 @@ type ResumeGuestRequest struct {
 
 func (x *ResumeGuestRequest) Reset() {
 	*x = ResumeGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1296,7 +1401,7 @@ func (x *ResumeGuestRequest) String() string {
 func (*ResumeGuestRequest) ProtoMessage() {}
 
 func (x *ResumeGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1309,7 +1414,7 @@ func (x *ResumeGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeGuestRequest.ProtoReflect.Descriptor instead.
 func (*ResumeGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{13}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ResumeGuestRequest) GetGuest() string {
@@ -1327,7 +1432,7 @@ type ResumeGuestResponse struct {
 
 func (x *ResumeGuestResponse) Reset() {
 	*x = ResumeGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1339,7 +1444,7 @@ func (x *ResumeGuestResponse) String() string {
 func (*ResumeGuestResponse) ProtoMessage() {}
 
 func (x *ResumeGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1352,7 +1457,7 @@ func (x *ResumeGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeGuestResponse.ProtoReflect.Descriptor instead.
 func (*ResumeGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{14}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{15}
 }
 
 type ShutdownGuestRequest struct {
@@ -1371,7 +1476,7 @@ type ShutdownGuestRequest struct {
 
 func (x *ShutdownGuestRequest) Reset() {
 	*x = ShutdownGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1383,7 +1488,7 @@ func (x *ShutdownGuestRequest) String() string {
 func (*ShutdownGuestRequest) ProtoMessage() {}
 
 func (x *ShutdownGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1396,7 +1501,7 @@ func (x *ShutdownGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownGuestRequest.ProtoReflect.Descriptor instead.
 func (*ShutdownGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{15}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ShutdownGuestRequest) GetGuest() string {
@@ -1438,7 +1543,7 @@ type ShutdownGuestResponse struct {
 
 func (x *ShutdownGuestResponse) Reset() {
 	*x = ShutdownGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1450,7 +1555,7 @@ func (x *ShutdownGuestResponse) String() string {
 func (*ShutdownGuestResponse) ProtoMessage() {}
 
 func (x *ShutdownGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1463,7 +1568,7 @@ func (x *ShutdownGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownGuestResponse.ProtoReflect.Descriptor instead.
 func (*ShutdownGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{16}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *ShutdownGuestResponse) GetPowerCut() bool {
@@ -1491,7 +1596,7 @@ type StreamConsoleRequest struct {
 
 func (x *StreamConsoleRequest) Reset() {
 	*x = StreamConsoleRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[17]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1503,7 +1608,7 @@ func (x *StreamConsoleRequest) String() string {
 func (*StreamConsoleRequest) ProtoMessage() {}
 
 func (x *StreamConsoleRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[17]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1516,7 +1621,7 @@ func (x *StreamConsoleRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamConsoleRequest.ProtoReflect.Descriptor instead.
 func (*StreamConsoleRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{17}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *StreamConsoleRequest) GetGuest() string {
@@ -1558,7 +1663,7 @@ type StreamConsoleResponse struct {
 
 func (x *StreamConsoleResponse) Reset() {
 	*x = StreamConsoleResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[18]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1570,7 +1675,7 @@ func (x *StreamConsoleResponse) String() string {
 func (*StreamConsoleResponse) ProtoMessage() {}
 
 func (x *StreamConsoleResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[18]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1583,7 +1688,7 @@ func (x *StreamConsoleResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamConsoleResponse.ProtoReflect.Descriptor instead.
 func (*StreamConsoleResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{18}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *StreamConsoleResponse) GetOffset() uint64 {
@@ -1627,9 +1732,10 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"generation\x12'\n" +
 	"\x0fagent_connected\x18\n" +
 	" \x01(\bR\x0eagentConnected\x12 \n" +
-	"\vincarnation\x18\v \x01(\tR\vincarnation\",\n" +
+	"\vincarnation\x18\v \x01(\tR\vincarnation\"X\n" +
 	"\x14DescribeGuestRequest\x12\x14\n" +
-	"\x05guest\x18\x01 \x01(\tR\x05guest\"\x90\x06\n" +
+	"\x05guest\x18\x01 \x01(\tR\x05guest\x12*\n" +
+	"\x11find_kernel_state\x18\x02 \x01(\bR\x0ffindKernelState\"\x90\x06\n" +
 	"\x15DescribeGuestResponse\x120\n" +
 	"\x06status\x18\x01 \x01(\v2\x18.patchbay.v1.GuestStatusR\x06status\x12\x14\n" +
 	"\x05vcpus\x18\x02 \x01(\rR\x05vcpus\x12!\n" +
@@ -1654,11 +1760,22 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"\tdiscovery\x18\x10 \x01(\v2\x16.patchbay.v1.DiscoveryR\tdiscovery\x12#\n" +
 	"\rdeclared_keys\x18\x14 \x01(\rR\fdeclaredKeys\x12-\n" +
 	"\x12declaration_errors\x18\x15 \x03(\tR\x11declarationErrors\x12;\n" +
-	"\fkernel_state\x18\x16 \x01(\v2\x18.patchbay.v1.KernelStateR\vkernelState\"^\n" +
+	"\fkernel_state\x18\x16 \x01(\v2\x18.patchbay.v1.KernelStateR\vkernelState\"\xe7\x01\n" +
 	"\vKernelState\x12\x1b\n" +
 	"\x06taints\x18\x01 \x01(\x04H\x00R\x06taints\x88\x01\x01\x12'\n" +
-	"\x0fload_hundredths\x18\x02 \x03(\x04R\x0eloadHundredthsB\t\n" +
-	"\a_taints\"\x9f\x02\n" +
+	"\x0fload_hundredths\x18\x02 \x03(\x04R\x0eloadHundredths\x12\x1f\n" +
+	"\bwarnings\x18\x03 \x01(\x04H\x01R\bwarnings\x88\x01\x01\x12\x1b\n" +
+	"\x06oopses\x18\x04 \x01(\x04H\x02R\x06oopses\x88\x01\x01\x121\n" +
+	"\bpressure\x18\x05 \x03(\v2\x15.patchbay.v1.PressureR\bpressureB\t\n" +
+	"\a_taintsB\v\n" +
+	"\t_warningsB\t\n" +
+	"\a_oopses\"h\n" +
+	"\bPressure\x12\x1a\n" +
+	"\bresource\x18\x01 \x01(\tR\bresource\x12\x1f\n" +
+	"\vaverage_10s\x18\x02 \x01(\x01R\n" +
+	"average10s\x12\x1f\n" +
+	"\vaverage_60s\x18\x03 \x01(\x01R\n" +
+	"average60s\"\x9f\x02\n" +
 	"\tDiscovery\x12+\n" +
 	"\x03way\x18\x01 \x01(\x0e2\x19.patchbay.v1.DiscoveryWayR\x03way\x12-\n" +
 	"\x04time\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x04time\x125\n" +
@@ -1754,7 +1871,7 @@ func file_patchbay_v1_guest_proto_rawDescGZIP() []byte {
 }
 
 var file_patchbay_v1_guest_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
-var file_patchbay_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 19)
+var file_patchbay_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
 var file_patchbay_v1_guest_proto_goTypes = []any{
 	(GuestState)(0),               // 0: patchbay.v1.GuestState
 	(RegistrationState)(0),        // 1: patchbay.v1.RegistrationState
@@ -1767,63 +1884,65 @@ var file_patchbay_v1_guest_proto_goTypes = []any{
 	(*DescribeGuestRequest)(nil),  // 8: patchbay.v1.DescribeGuestRequest
 	(*DescribeGuestResponse)(nil), // 9: patchbay.v1.DescribeGuestResponse
 	(*KernelState)(nil),           // 10: patchbay.v1.KernelState
-	(*Discovery)(nil),             // 11: patchbay.v1.Discovery
-	(*LeftOutModule)(nil),         // 12: patchbay.v1.LeftOutModule
-	(*DebugFile)(nil),             // 13: patchbay.v1.DebugFile
-	(*WatchGuestRequest)(nil),     // 14: patchbay.v1.WatchGuestRequest
-	(*WatchGuestResponse)(nil),    // 15: patchbay.v1.WatchGuestResponse
-	(*PauseGuestRequest)(nil),     // 16: patchbay.v1.PauseGuestRequest
-	(*PauseGuestResponse)(nil),    // 17: patchbay.v1.PauseGuestResponse
-	(*ResumeGuestRequest)(nil),    // 18: patchbay.v1.ResumeGuestRequest
-	(*ResumeGuestResponse)(nil),   // 19: patchbay.v1.ResumeGuestResponse
-	(*ShutdownGuestRequest)(nil),  // 20: patchbay.v1.ShutdownGuestRequest
-	(*ShutdownGuestResponse)(nil), // 21: patchbay.v1.ShutdownGuestResponse
-	(*StreamConsoleRequest)(nil),  // 22: patchbay.v1.StreamConsoleRequest
-	(*StreamConsoleResponse)(nil), // 23: patchbay.v1.StreamConsoleResponse
-	(*timestamppb.Timestamp)(nil), // 24: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),   // 25: google.protobuf.Duration
+	(*Pressure)(nil),              // 11: patchbay.v1.Pressure
+	(*Discovery)(nil),             // 12: patchbay.v1.Discovery
+	(*LeftOutModule)(nil),         // 13: patchbay.v1.LeftOutModule
+	(*DebugFile)(nil),             // 14: patchbay.v1.DebugFile
+	(*WatchGuestRequest)(nil),     // 15: patchbay.v1.WatchGuestRequest
+	(*WatchGuestResponse)(nil),    // 16: patchbay.v1.WatchGuestResponse
+	(*PauseGuestRequest)(nil),     // 17: patchbay.v1.PauseGuestRequest
+	(*PauseGuestResponse)(nil),    // 18: patchbay.v1.PauseGuestResponse
+	(*ResumeGuestRequest)(nil),    // 19: patchbay.v1.ResumeGuestRequest
+	(*ResumeGuestResponse)(nil),   // 20: patchbay.v1.ResumeGuestResponse
+	(*ShutdownGuestRequest)(nil),  // 21: patchbay.v1.ShutdownGuestRequest
+	(*ShutdownGuestResponse)(nil), // 22: patchbay.v1.ShutdownGuestResponse
+	(*StreamConsoleRequest)(nil),  // 23: patchbay.v1.StreamConsoleRequest
+	(*StreamConsoleResponse)(nil), // 24: patchbay.v1.StreamConsoleResponse
+	(*timestamppb.Timestamp)(nil), // 25: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),   // 26: google.protobuf.Duration
 }
 var file_patchbay_v1_guest_proto_depIdxs = []int32{
 	7,  // 0: patchbay.v1.ListGuestsResponse.guests:type_name -> patchbay.v1.GuestStatus
 	0,  // 1: patchbay.v1.GuestStatus.state:type_name -> patchbay.v1.GuestState
-	24, // 2: patchbay.v1.GuestStatus.paused_until:type_name -> google.protobuf.Timestamp
+	25, // 2: patchbay.v1.GuestStatus.paused_until:type_name -> google.protobuf.Timestamp
 	1,  // 3: patchbay.v1.GuestStatus.registration:type_name -> patchbay.v1.RegistrationState
 	2,  // 4: patchbay.v1.GuestStatus.table_source:type_name -> patchbay.v1.TableSource
 	7,  // 5: patchbay.v1.DescribeGuestResponse.status:type_name -> patchbay.v1.GuestStatus
-	24, // 6: patchbay.v1.DescribeGuestResponse.started_at:type_name -> google.protobuf.Timestamp
+	25, // 6: patchbay.v1.DescribeGuestResponse.started_at:type_name -> google.protobuf.Timestamp
 	3,  // 7: patchbay.v1.DescribeGuestResponse.transport:type_name -> patchbay.v1.Transport
 	3,  // 8: patchbay.v1.DescribeGuestResponse.transports:type_name -> patchbay.v1.Transport
-	11, // 9: patchbay.v1.DescribeGuestResponse.discovery:type_name -> patchbay.v1.Discovery
+	12, // 9: patchbay.v1.DescribeGuestResponse.discovery:type_name -> patchbay.v1.Discovery
 	10, // 10: patchbay.v1.DescribeGuestResponse.kernel_state:type_name -> patchbay.v1.KernelState
-	4,  // 11: patchbay.v1.Discovery.way:type_name -> patchbay.v1.DiscoveryWay
-	25, // 12: patchbay.v1.Discovery.time:type_name -> google.protobuf.Duration
-	13, // 13: patchbay.v1.Discovery.debug_file:type_name -> patchbay.v1.DebugFile
-	12, // 14: patchbay.v1.Discovery.left_out_modules:type_name -> patchbay.v1.LeftOutModule
-	7,  // 15: patchbay.v1.WatchGuestResponse.status:type_name -> patchbay.v1.GuestStatus
-	25, // 16: patchbay.v1.PauseGuestRequest.timeout:type_name -> google.protobuf.Duration
-	25, // 17: patchbay.v1.PauseGuestRequest.ttl:type_name -> google.protobuf.Duration
-	25, // 18: patchbay.v1.PauseGuestResponse.stop_time:type_name -> google.protobuf.Duration
-	24, // 19: patchbay.v1.PauseGuestResponse.expires_at:type_name -> google.protobuf.Timestamp
-	25, // 20: patchbay.v1.ShutdownGuestRequest.timeout:type_name -> google.protobuf.Duration
-	5,  // 21: patchbay.v1.GuestService.ListGuests:input_type -> patchbay.v1.ListGuestsRequest
-	8,  // 22: patchbay.v1.GuestService.DescribeGuest:input_type -> patchbay.v1.DescribeGuestRequest
-	14, // 23: patchbay.v1.GuestService.WatchGuest:input_type -> patchbay.v1.WatchGuestRequest
-	16, // 24: patchbay.v1.GuestService.PauseGuest:input_type -> patchbay.v1.PauseGuestRequest
-	18, // 25: patchbay.v1.GuestService.ResumeGuest:input_type -> patchbay.v1.ResumeGuestRequest
-	20, // 26: patchbay.v1.GuestService.ShutdownGuest:input_type -> patchbay.v1.ShutdownGuestRequest
-	22, // 27: patchbay.v1.GuestService.StreamConsole:input_type -> patchbay.v1.StreamConsoleRequest
-	6,  // 28: patchbay.v1.GuestService.ListGuests:output_type -> patchbay.v1.ListGuestsResponse
-	9,  // 29: patchbay.v1.GuestService.DescribeGuest:output_type -> patchbay.v1.DescribeGuestResponse
-	15, // 30: patchbay.v1.GuestService.WatchGuest:output_type -> patchbay.v1.WatchGuestResponse
-	17, // 31: patchbay.v1.GuestService.PauseGuest:output_type -> patchbay.v1.PauseGuestResponse
-	19, // 32: patchbay.v1.GuestService.ResumeGuest:output_type -> patchbay.v1.ResumeGuestResponse
-	21, // 33: patchbay.v1.GuestService.ShutdownGuest:output_type -> patchbay.v1.ShutdownGuestResponse
-	23, // 34: patchbay.v1.GuestService.StreamConsole:output_type -> patchbay.v1.StreamConsoleResponse
-	28, // [28:35] is the sub-list for method output_type
-	21, // [21:28] is the sub-list for method input_type
-	21, // [21:21] is the sub-list for extension type_name
-	21, // [21:21] is the sub-list for extension extendee
-	0,  // [0:21] is the sub-list for field type_name
+	11, // 11: patchbay.v1.KernelState.pressure:type_name -> patchbay.v1.Pressure
+	4,  // 12: patchbay.v1.Discovery.way:type_name -> patchbay.v1.DiscoveryWay
+	26, // 13: patchbay.v1.Discovery.time:type_name -> google.protobuf.Duration
+	14, // 14: patchbay.v1.Discovery.debug_file:type_name -> patchbay.v1.DebugFile
+	13, // 15: patchbay.v1.Discovery.left_out_modules:type_name -> patchbay.v1.LeftOutModule
+	7,  // 16: patchbay.v1.WatchGuestResponse.status:type_name -> patchbay.v1.GuestStatus
+	26, // 17: patchbay.v1.PauseGuestRequest.timeout:type_name -> google.protobuf.Duration
+	26, // 18: patchbay.v1.PauseGuestRequest.ttl:type_name -> google.protobuf.Duration
+	26, // 19: patchbay.v1.PauseGuestResponse.stop_time:type_name -> google.protobuf.Duration
+	25, // 20: patchbay.v1.PauseGuestResponse.expires_at:type_name -> google.protobuf.Timestamp
+	26, // 21: patchbay.v1.ShutdownGuestRequest.timeout:type_name -> google.protobuf.Duration
+	5,  // 22: patchbay.v1.GuestService.ListGuests:input_type -> patchbay.v1.ListGuestsRequest
+	8,  // 23: patchbay.v1.GuestService.DescribeGuest:input_type -> patchbay.v1.DescribeGuestRequest
+	15, // 24: patchbay.v1.GuestService.WatchGuest:input_type -> patchbay.v1.WatchGuestRequest
+	17, // 25: patchbay.v1.GuestService.PauseGuest:input_type -> patchbay.v1.PauseGuestRequest
+	19, // 26: patchbay.v1.GuestService.ResumeGuest:input_type -> patchbay.v1.ResumeGuestRequest
+	21, // 27: patchbay.v1.GuestService.ShutdownGuest:input_type -> patchbay.v1.ShutdownGuestRequest
+	23, // 28: patchbay.v1.GuestService.StreamConsole:input_type -> patchbay.v1.StreamConsoleRequest
+	6,  // 29: patchbay.v1.GuestService.ListGuests:output_type -> patchbay.v1.ListGuestsResponse
+	9,  // 30: patchbay.v1.GuestService.DescribeGuest:output_type -> patchbay.v1.DescribeGuestResponse
+	16, // 31: patchbay.v1.GuestService.WatchGuest:output_type -> patchbay.v1.WatchGuestResponse
+	18, // 32: patchbay.v1.GuestService.PauseGuest:output_type -> patchbay.v1.PauseGuestResponse
+	20, // 33: patchbay.v1.GuestService.ResumeGuest:output_type -> patchbay.v1.ResumeGuestResponse
+	22, // 34: patchbay.v1.GuestService.ShutdownGuest:output_type -> patchbay.v1.ShutdownGuestResponse
+	24, // 35: patchbay.v1.GuestService.StreamConsole:output_type -> patchbay.v1.StreamConsoleResponse
+	29, // [29:36] is the sub-list for method output_type
+	22, // [22:29] is the sub-list for method input_type
+	22, // [22:22] is the sub-list for extension type_name
+	22, // [22:22] is the sub-list for extension extendee
+	0,  // [0:22] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_guest_proto_init() }
@@ -1838,7 +1957,7 @@ func file_patchbay_v1_guest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_guest_proto_rawDesc), len(file_patchbay_v1_guest_proto_rawDesc)),
 			NumEnums:      5,
-			NumMessages:   19,
+			NumMessages:   20,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -3816,7 +3816,10 @@ type SetClaimsResponse struct {
 	// would change.
 	PredictedPause *durationpb.Duration `protobuf:"bytes,11,opt,name=predicted_pause,json=predictedPause,proto3" json:"predicted_pause,omitempty"`
 	// The keys that patterns matched and left out, by reason.
-	LeftOut       []*LeftOut `protobuf:"bytes,12,rep,name=left_out,json=leftOut,proto3" json:"left_out,omitempty"`
+	LeftOut []*LeftOut `protobuf:"bytes,12,rep,name=left_out,json=leftOut,proto3" json:"left_out,omitempty"`
+	// The guarded keys among the claimed ones, ordered by name. It is set only with
+	// `validate_only` and `allow_guarded`.
+	Guarded       []*GuardedKey `protobuf:"bytes,13,rep,name=guarded,proto3" json:"guarded,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3935,6 +3938,68 @@ func (x *SetClaimsResponse) GetLeftOut() []*LeftOut {
 	return nil
 }
 
+func (x *SetClaimsResponse) GetGuarded() []*GuardedKey {
+	if x != nil {
+		return x.Guarded
+	}
+	return nil
+}
+
+// A guarded key that a call may change.
+type GuardedKey struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// "name" or "module:name".
+	Key string `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
+	// The facts known about the key in this kernel; unset if there are none.
+	Advice        *Advice `protobuf:"bytes,2,opt,name=advice,proto3" json:"advice,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GuardedKey) Reset() {
+	*x = GuardedKey{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[38]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GuardedKey) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GuardedKey) ProtoMessage() {}
+
+func (x *GuardedKey) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[38]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GuardedKey.ProtoReflect.Descriptor instead.
+func (*GuardedKey) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{38}
+}
+
+func (x *GuardedKey) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *GuardedKey) GetAdvice() *Advice {
+	if x != nil {
+		return x.Advice
+	}
+	return nil
+}
+
 // Keys that patterns matched and left out for the same reason.
 type LeftOut struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -3950,7 +4015,7 @@ type LeftOut struct {
 
 func (x *LeftOut) Reset() {
 	*x = LeftOut{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[38]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3962,7 +4027,7 @@ func (x *LeftOut) String() string {
 func (*LeftOut) ProtoMessage() {}
 
 func (x *LeftOut) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[38]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3975,7 +4040,7 @@ func (x *LeftOut) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeftOut.ProtoReflect.Descriptor instead.
 func (*LeftOut) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{38}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *LeftOut) GetReason() string {
@@ -4019,7 +4084,7 @@ type ClaimResult struct {
 
 func (x *ClaimResult) Reset() {
 	*x = ClaimResult{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[39]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4031,7 +4096,7 @@ func (x *ClaimResult) String() string {
 func (*ClaimResult) ProtoMessage() {}
 
 func (x *ClaimResult) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[39]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4044,7 +4109,7 @@ func (x *ClaimResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClaimResult.ProtoReflect.Descriptor instead.
 func (*ClaimResult) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{39}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *ClaimResult) GetKey() string {
@@ -4113,7 +4178,7 @@ type ListClaimsRequest struct {
 
 func (x *ListClaimsRequest) Reset() {
 	*x = ListClaimsRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[40]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4125,7 +4190,7 @@ func (x *ListClaimsRequest) String() string {
 func (*ListClaimsRequest) ProtoMessage() {}
 
 func (x *ListClaimsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[40]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4138,7 +4203,7 @@ func (x *ListClaimsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListClaimsRequest.ProtoReflect.Descriptor instead.
 func (*ListClaimsRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{40}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *ListClaimsRequest) GetGuest() string {
@@ -4196,7 +4261,7 @@ type ListClaimsResponse struct {
 
 func (x *ListClaimsResponse) Reset() {
 	*x = ListClaimsResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[41]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4208,7 +4273,7 @@ func (x *ListClaimsResponse) String() string {
 func (*ListClaimsResponse) ProtoMessage() {}
 
 func (x *ListClaimsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[41]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4221,7 +4286,7 @@ func (x *ListClaimsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListClaimsResponse.ProtoReflect.Descriptor instead.
 func (*ListClaimsResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{41}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *ListClaimsResponse) GetClaims() []*Claim {
@@ -4269,7 +4334,7 @@ type Claim struct {
 
 func (x *Claim) Reset() {
 	*x = Claim{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[42]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4281,7 +4346,7 @@ func (x *Claim) String() string {
 func (*Claim) ProtoMessage() {}
 
 func (x *Claim) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[42]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4294,7 +4359,7 @@ func (x *Claim) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Claim.ProtoReflect.Descriptor instead.
 func (*Claim) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{42}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *Claim) GetKey() string {
@@ -4371,7 +4436,7 @@ type VerifyStaticKeysRequest struct {
 
 func (x *VerifyStaticKeysRequest) Reset() {
 	*x = VerifyStaticKeysRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[43]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4383,7 +4448,7 @@ func (x *VerifyStaticKeysRequest) String() string {
 func (*VerifyStaticKeysRequest) ProtoMessage() {}
 
 func (x *VerifyStaticKeysRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[43]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4396,7 +4461,7 @@ func (x *VerifyStaticKeysRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyStaticKeysRequest.ProtoReflect.Descriptor instead.
 func (*VerifyStaticKeysRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{43}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *VerifyStaticKeysRequest) GetGuest() string {
@@ -4432,7 +4497,7 @@ type VerifyStaticKeysResponse struct {
 
 func (x *VerifyStaticKeysResponse) Reset() {
 	*x = VerifyStaticKeysResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[44]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4444,7 +4509,7 @@ func (x *VerifyStaticKeysResponse) String() string {
 func (*VerifyStaticKeysResponse) ProtoMessage() {}
 
 func (x *VerifyStaticKeysResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[44]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4457,7 +4522,7 @@ func (x *VerifyStaticKeysResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyStaticKeysResponse.ProtoReflect.Descriptor instead.
 func (*VerifyStaticKeysResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{44}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *VerifyStaticKeysResponse) GetKeys() uint32 {
@@ -4519,7 +4584,7 @@ type TornKey struct {
 
 func (x *TornKey) Reset() {
 	*x = TornKey{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[45]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4531,7 +4596,7 @@ func (x *TornKey) String() string {
 func (*TornKey) ProtoMessage() {}
 
 func (x *TornKey) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[45]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4544,7 +4609,7 @@ func (x *TornKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TornKey.ProtoReflect.Descriptor instead.
 func (*TornKey) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{45}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *TornKey) GetName() string {
@@ -4594,7 +4659,7 @@ type RepairStaticKeyRequest struct {
 
 func (x *RepairStaticKeyRequest) Reset() {
 	*x = RepairStaticKeyRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[46]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4606,7 +4671,7 @@ func (x *RepairStaticKeyRequest) String() string {
 func (*RepairStaticKeyRequest) ProtoMessage() {}
 
 func (x *RepairStaticKeyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[46]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4619,7 +4684,7 @@ func (x *RepairStaticKeyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RepairStaticKeyRequest.ProtoReflect.Descriptor instead.
 func (*RepairStaticKeyRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{46}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *RepairStaticKeyRequest) GetGuest() string {
@@ -4682,7 +4747,7 @@ type RepairStaticKeyResponse struct {
 
 func (x *RepairStaticKeyResponse) Reset() {
 	*x = RepairStaticKeyResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[47]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4694,7 +4759,7 @@ func (x *RepairStaticKeyResponse) String() string {
 func (*RepairStaticKeyResponse) ProtoMessage() {}
 
 func (x *RepairStaticKeyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[47]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4707,7 +4772,7 @@ func (x *RepairStaticKeyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RepairStaticKeyResponse.ProtoReflect.Descriptor instead.
 func (*RepairStaticKeyResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{47}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *RepairStaticKeyResponse) GetName() string {
@@ -4757,7 +4822,7 @@ type RepairedSite struct {
 
 func (x *RepairedSite) Reset() {
 	*x = RepairedSite{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[48]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4769,7 +4834,7 @@ func (x *RepairedSite) String() string {
 func (*RepairedSite) ProtoMessage() {}
 
 func (x *RepairedSite) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[48]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4782,7 +4847,7 @@ func (x *RepairedSite) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RepairedSite.ProtoReflect.Descriptor instead.
 func (*RepairedSite) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{48}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *RepairedSite) GetAddress() uint64 {
@@ -5109,7 +5174,7 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\x06reason\x18\v \x01(\tR\x06reason\x12<\n" +
 	"\fstop_timeout\x18\f \x01(\v2\x19.google.protobuf.DurationR\vstopTimeout\x12>\n" +
 	"\rretry_timeout\x18\r \x01(\v2\x19.google.protobuf.DurationR\fretryTimeout\x123\n" +
-	"\amade_at\x18\x0e \x01(\v2\x1a.google.protobuf.TimestampR\x06madeAt\"\xe6\x03\n" +
+	"\amade_at\x18\x0e \x01(\v2\x1a.google.protobuf.TimestampR\x06madeAt\"\x99\x04\n" +
 	"\x11SetClaimsResponse\x122\n" +
 	"\aresults\x18\x01 \x03(\v2\x18.patchbay.v1.ClaimResultR\aresults\x12\x1e\n" +
 	"\n" +
@@ -5126,7 +5191,12 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\rsites_patched\x18\n" +
 	" \x01(\rR\fsitesPatched\x12B\n" +
 	"\x0fpredicted_pause\x18\v \x01(\v2\x19.google.protobuf.DurationR\x0epredictedPause\x12/\n" +
-	"\bleft_out\x18\f \x03(\v2\x14.patchbay.v1.LeftOutR\aleftOut\"M\n" +
+	"\bleft_out\x18\f \x03(\v2\x14.patchbay.v1.LeftOutR\aleftOut\x121\n" +
+	"\aguarded\x18\r \x03(\v2\x17.patchbay.v1.GuardedKeyR\aguarded\"K\n" +
+	"\n" +
+	"GuardedKey\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12+\n" +
+	"\x06advice\x18\x02 \x01(\v2\x13.patchbay.v1.AdviceR\x06advice\"M\n" +
 	"\aLeftOut\x12\x16\n" +
 	"\x06reason\x18\x01 \x01(\tR\x06reason\x12\x14\n" +
 	"\x05count\x18\x02 \x01(\rR\x05count\x12\x14\n" +
@@ -5282,7 +5352,7 @@ func file_patchbay_v1_static_keys_proto_rawDescGZIP() []byte {
 }
 
 var file_patchbay_v1_static_keys_proto_enumTypes = make([]protoimpl.EnumInfo, 9)
-var file_patchbay_v1_static_keys_proto_msgTypes = make([]protoimpl.MessageInfo, 49)
+var file_patchbay_v1_static_keys_proto_msgTypes = make([]protoimpl.MessageInfo, 50)
 var file_patchbay_v1_static_keys_proto_goTypes = []any{
 	(KeyClass)(0),                     // 0: patchbay.v1.KeyClass
 	(KeyOp)(0),                        // 1: patchbay.v1.KeyOp
@@ -5331,19 +5401,20 @@ var file_patchbay_v1_static_keys_proto_goTypes = []any{
 	(*KeyClaim)(nil),                  // 44: patchbay.v1.KeyClaim
 	(*SetClaimsRequest)(nil),          // 45: patchbay.v1.SetClaimsRequest
 	(*SetClaimsResponse)(nil),         // 46: patchbay.v1.SetClaimsResponse
-	(*LeftOut)(nil),                   // 47: patchbay.v1.LeftOut
-	(*ClaimResult)(nil),               // 48: patchbay.v1.ClaimResult
-	(*ListClaimsRequest)(nil),         // 49: patchbay.v1.ListClaimsRequest
-	(*ListClaimsResponse)(nil),        // 50: patchbay.v1.ListClaimsResponse
-	(*Claim)(nil),                     // 51: patchbay.v1.Claim
-	(*VerifyStaticKeysRequest)(nil),   // 52: patchbay.v1.VerifyStaticKeysRequest
-	(*VerifyStaticKeysResponse)(nil),  // 53: patchbay.v1.VerifyStaticKeysResponse
-	(*TornKey)(nil),                   // 54: patchbay.v1.TornKey
-	(*RepairStaticKeyRequest)(nil),    // 55: patchbay.v1.RepairStaticKeyRequest
-	(*RepairStaticKeyResponse)(nil),   // 56: patchbay.v1.RepairStaticKeyResponse
-	(*RepairedSite)(nil),              // 57: patchbay.v1.RepairedSite
-	(*durationpb.Duration)(nil),       // 58: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),     // 59: google.protobuf.Timestamp
+	(*GuardedKey)(nil),                // 47: patchbay.v1.GuardedKey
+	(*LeftOut)(nil),                   // 48: patchbay.v1.LeftOut
+	(*ClaimResult)(nil),               // 49: patchbay.v1.ClaimResult
+	(*ListClaimsRequest)(nil),         // 50: patchbay.v1.ListClaimsRequest
+	(*ListClaimsResponse)(nil),        // 51: patchbay.v1.ListClaimsResponse
+	(*Claim)(nil),                     // 52: patchbay.v1.Claim
+	(*VerifyStaticKeysRequest)(nil),   // 53: patchbay.v1.VerifyStaticKeysRequest
+	(*VerifyStaticKeysResponse)(nil),  // 54: patchbay.v1.VerifyStaticKeysResponse
+	(*TornKey)(nil),                   // 55: patchbay.v1.TornKey
+	(*RepairStaticKeyRequest)(nil),    // 56: patchbay.v1.RepairStaticKeyRequest
+	(*RepairStaticKeyResponse)(nil),   // 57: patchbay.v1.RepairStaticKeyResponse
+	(*RepairedSite)(nil),              // 58: patchbay.v1.RepairedSite
+	(*durationpb.Duration)(nil),       // 59: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),     // 60: google.protobuf.Timestamp
 }
 var file_patchbay_v1_static_keys_proto_depIdxs = []int32{
 	0,  // 0: patchbay.v1.StaticKey.key_class:type_name -> patchbay.v1.KeyClass
@@ -5360,106 +5431,108 @@ var file_patchbay_v1_static_keys_proto_depIdxs = []int32{
 	1,  // 11: patchbay.v1.KeyUpdate.op:type_name -> patchbay.v1.KeyOp
 	0,  // 12: patchbay.v1.KeyUpdate.classes:type_name -> patchbay.v1.KeyClass
 	20, // 13: patchbay.v1.UpdateStaticKeysRequest.updates:type_name -> patchbay.v1.KeyUpdate
-	58, // 14: patchbay.v1.UpdateStaticKeysRequest.ttl:type_name -> google.protobuf.Duration
-	58, // 15: patchbay.v1.UpdateStaticKeysRequest.stop_timeout:type_name -> google.protobuf.Duration
-	58, // 16: patchbay.v1.UpdateStaticKeysRequest.retry_timeout:type_name -> google.protobuf.Duration
+	59, // 14: patchbay.v1.UpdateStaticKeysRequest.ttl:type_name -> google.protobuf.Duration
+	59, // 15: patchbay.v1.UpdateStaticKeysRequest.stop_timeout:type_name -> google.protobuf.Duration
+	59, // 16: patchbay.v1.UpdateStaticKeysRequest.retry_timeout:type_name -> google.protobuf.Duration
 	4,  // 17: patchbay.v1.UpdateStaticKeysRequest.result_view:type_name -> patchbay.v1.ResultView
 	32, // 18: patchbay.v1.UpdateStaticKeysResponse.results:type_name -> patchbay.v1.KeyResult
 	31, // 19: patchbay.v1.UpdateStaticKeysResponse.summary:type_name -> patchbay.v1.UpdateSummary
 	33, // 20: patchbay.v1.UpdateStaticKeysResponse.report:type_name -> patchbay.v1.FlipReport
 	32, // 21: patchbay.v1.ListUpdateResultsResponse.results:type_name -> patchbay.v1.KeyResult
 	20, // 22: patchbay.v1.PrepareUpdateRequest.updates:type_name -> patchbay.v1.KeyUpdate
-	58, // 23: patchbay.v1.PrepareUpdateRequest.hold_ttl:type_name -> google.protobuf.Duration
-	58, // 24: patchbay.v1.PrepareUpdateRequest.plan_ttl:type_name -> google.protobuf.Duration
+	59, // 23: patchbay.v1.PrepareUpdateRequest.hold_ttl:type_name -> google.protobuf.Duration
+	59, // 24: patchbay.v1.PrepareUpdateRequest.plan_ttl:type_name -> google.protobuf.Duration
 	4,  // 25: patchbay.v1.PrepareUpdateRequest.result_view:type_name -> patchbay.v1.ResultView
 	32, // 26: patchbay.v1.PrepareUpdateResponse.results:type_name -> patchbay.v1.KeyResult
 	31, // 27: patchbay.v1.PrepareUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
-	58, // 28: patchbay.v1.PrepareUpdateResponse.predicted_pause:type_name -> google.protobuf.Duration
-	59, // 29: patchbay.v1.PrepareUpdateResponse.expires_at:type_name -> google.protobuf.Timestamp
-	58, // 30: patchbay.v1.CommitUpdateRequest.stop_timeout:type_name -> google.protobuf.Duration
-	58, // 31: patchbay.v1.CommitUpdateRequest.retry_timeout:type_name -> google.protobuf.Duration
+	59, // 28: patchbay.v1.PrepareUpdateResponse.predicted_pause:type_name -> google.protobuf.Duration
+	60, // 29: patchbay.v1.PrepareUpdateResponse.expires_at:type_name -> google.protobuf.Timestamp
+	59, // 30: patchbay.v1.CommitUpdateRequest.stop_timeout:type_name -> google.protobuf.Duration
+	59, // 31: patchbay.v1.CommitUpdateRequest.retry_timeout:type_name -> google.protobuf.Duration
 	4,  // 32: patchbay.v1.CommitUpdateRequest.result_view:type_name -> patchbay.v1.ResultView
 	32, // 33: patchbay.v1.CommitUpdateResponse.results:type_name -> patchbay.v1.KeyResult
 	31, // 34: patchbay.v1.CommitUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
 	33, // 35: patchbay.v1.CommitUpdateResponse.report:type_name -> patchbay.v1.FlipReport
 	10, // 36: patchbay.v1.KeyResult.advice:type_name -> patchbay.v1.Advice
-	58, // 37: patchbay.v1.FlipReport.stop_time:type_name -> google.protobuf.Duration
-	58, // 38: patchbay.v1.FlipReport.patch_time:type_name -> google.protobuf.Duration
-	58, // 39: patchbay.v1.FlipReport.resume_time:type_name -> google.protobuf.Duration
-	59, // 40: patchbay.v1.WatchStaticKeysResponse.time:type_name -> google.protobuf.Timestamp
+	59, // 37: patchbay.v1.FlipReport.stop_time:type_name -> google.protobuf.Duration
+	59, // 38: patchbay.v1.FlipReport.patch_time:type_name -> google.protobuf.Duration
+	59, // 39: patchbay.v1.FlipReport.resume_time:type_name -> google.protobuf.Duration
+	60, // 40: patchbay.v1.WatchStaticKeysResponse.time:type_name -> google.protobuf.Timestamp
 	36, // 41: patchbay.v1.WatchStaticKeysResponse.events:type_name -> patchbay.v1.KeyEvent
 	8,  // 42: patchbay.v1.KeyEvent.kind:type_name -> patchbay.v1.KeyEvent.Kind
 	11, // 43: patchbay.v1.KeyEvent.quarantine:type_name -> patchbay.v1.Quarantine
 	39, // 44: patchbay.v1.ListHoldsResponse.holds:type_name -> patchbay.v1.Hold
-	59, // 45: patchbay.v1.Hold.since:type_name -> google.protobuf.Timestamp
-	59, // 46: patchbay.v1.Hold.expires_at:type_name -> google.protobuf.Timestamp
-	58, // 47: patchbay.v1.ReleaseHoldsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	58, // 48: patchbay.v1.ReleaseHoldsRequest.retry_timeout:type_name -> google.protobuf.Duration
+	60, // 45: patchbay.v1.Hold.since:type_name -> google.protobuf.Timestamp
+	60, // 46: patchbay.v1.Hold.expires_at:type_name -> google.protobuf.Timestamp
+	59, // 47: patchbay.v1.ReleaseHoldsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	59, // 48: patchbay.v1.ReleaseHoldsRequest.retry_timeout:type_name -> google.protobuf.Duration
 	4,  // 49: patchbay.v1.ReleaseHoldsRequest.result_view:type_name -> patchbay.v1.ResultView
 	32, // 50: patchbay.v1.ReleaseHoldsResponse.results:type_name -> patchbay.v1.KeyResult
 	31, // 51: patchbay.v1.ReleaseHoldsResponse.summary:type_name -> patchbay.v1.UpdateSummary
 	33, // 52: patchbay.v1.ReleaseHoldsResponse.report:type_name -> patchbay.v1.FlipReport
-	58, // 53: patchbay.v1.RenewHoldsRequest.ttl:type_name -> google.protobuf.Duration
+	59, // 53: patchbay.v1.RenewHoldsRequest.ttl:type_name -> google.protobuf.Duration
 	39, // 54: patchbay.v1.RenewHoldsResponse.holds:type_name -> patchbay.v1.Hold
 	5,  // 55: patchbay.v1.KeyClaim.want:type_name -> patchbay.v1.ClaimWant
 	44, // 56: patchbay.v1.SetClaimsRequest.claims:type_name -> patchbay.v1.KeyClaim
-	58, // 57: patchbay.v1.SetClaimsRequest.ttl:type_name -> google.protobuf.Duration
-	58, // 58: patchbay.v1.SetClaimsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	58, // 59: patchbay.v1.SetClaimsRequest.retry_timeout:type_name -> google.protobuf.Duration
-	59, // 60: patchbay.v1.SetClaimsRequest.made_at:type_name -> google.protobuf.Timestamp
-	48, // 61: patchbay.v1.SetClaimsResponse.results:type_name -> patchbay.v1.ClaimResult
+	59, // 57: patchbay.v1.SetClaimsRequest.ttl:type_name -> google.protobuf.Duration
+	59, // 58: patchbay.v1.SetClaimsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	59, // 59: patchbay.v1.SetClaimsRequest.retry_timeout:type_name -> google.protobuf.Duration
+	60, // 60: patchbay.v1.SetClaimsRequest.made_at:type_name -> google.protobuf.Timestamp
+	49, // 61: patchbay.v1.SetClaimsResponse.results:type_name -> patchbay.v1.ClaimResult
 	33, // 62: patchbay.v1.SetClaimsResponse.report:type_name -> patchbay.v1.FlipReport
-	58, // 63: patchbay.v1.SetClaimsResponse.predicted_pause:type_name -> google.protobuf.Duration
-	47, // 64: patchbay.v1.SetClaimsResponse.left_out:type_name -> patchbay.v1.LeftOut
-	5,  // 65: patchbay.v1.ClaimResult.want:type_name -> patchbay.v1.ClaimWant
-	6,  // 66: patchbay.v1.ClaimResult.state:type_name -> patchbay.v1.ClaimState
-	51, // 67: patchbay.v1.ListClaimsResponse.claims:type_name -> patchbay.v1.Claim
-	5,  // 68: patchbay.v1.Claim.want:type_name -> patchbay.v1.ClaimWant
-	6,  // 69: patchbay.v1.Claim.state:type_name -> patchbay.v1.ClaimState
-	59, // 70: patchbay.v1.Claim.since:type_name -> google.protobuf.Timestamp
-	59, // 71: patchbay.v1.Claim.expires_at:type_name -> google.protobuf.Timestamp
-	54, // 72: patchbay.v1.VerifyStaticKeysResponse.torn:type_name -> patchbay.v1.TornKey
-	58, // 73: patchbay.v1.RepairStaticKeyRequest.stop_timeout:type_name -> google.protobuf.Duration
-	58, // 74: patchbay.v1.RepairStaticKeyRequest.retry_timeout:type_name -> google.protobuf.Duration
-	57, // 75: patchbay.v1.RepairStaticKeyResponse.sites:type_name -> patchbay.v1.RepairedSite
-	33, // 76: patchbay.v1.RepairStaticKeyResponse.report:type_name -> patchbay.v1.FlipReport
-	13, // 77: patchbay.v1.StaticKeysService.ListStaticKeys:input_type -> patchbay.v1.ListStaticKeysRequest
-	15, // 78: patchbay.v1.StaticKeysService.GetStaticKey:input_type -> patchbay.v1.GetStaticKeyRequest
-	18, // 79: patchbay.v1.StaticKeysService.ListDebugSites:input_type -> patchbay.v1.ListDebugSitesRequest
-	21, // 80: patchbay.v1.StaticKeysService.UpdateStaticKeys:input_type -> patchbay.v1.UpdateStaticKeysRequest
-	23, // 81: patchbay.v1.StaticKeysService.ListUpdateResults:input_type -> patchbay.v1.ListUpdateResultsRequest
-	25, // 82: patchbay.v1.StaticKeysService.PrepareUpdate:input_type -> patchbay.v1.PrepareUpdateRequest
-	27, // 83: patchbay.v1.StaticKeysService.CommitUpdate:input_type -> patchbay.v1.CommitUpdateRequest
-	29, // 84: patchbay.v1.StaticKeysService.DiscardUpdate:input_type -> patchbay.v1.DiscardUpdateRequest
-	34, // 85: patchbay.v1.StaticKeysService.WatchStaticKeys:input_type -> patchbay.v1.WatchStaticKeysRequest
-	37, // 86: patchbay.v1.StaticKeysService.ListHolds:input_type -> patchbay.v1.ListHoldsRequest
-	40, // 87: patchbay.v1.StaticKeysService.ReleaseHolds:input_type -> patchbay.v1.ReleaseHoldsRequest
-	42, // 88: patchbay.v1.StaticKeysService.RenewHolds:input_type -> patchbay.v1.RenewHoldsRequest
-	45, // 89: patchbay.v1.StaticKeysService.SetClaims:input_type -> patchbay.v1.SetClaimsRequest
-	49, // 90: patchbay.v1.StaticKeysService.ListClaims:input_type -> patchbay.v1.ListClaimsRequest
-	52, // 91: patchbay.v1.StaticKeysService.VerifyStaticKeys:input_type -> patchbay.v1.VerifyStaticKeysRequest
-	55, // 92: patchbay.v1.StaticKeysService.RepairStaticKey:input_type -> patchbay.v1.RepairStaticKeyRequest
-	14, // 93: patchbay.v1.StaticKeysService.ListStaticKeys:output_type -> patchbay.v1.ListStaticKeysResponse
-	16, // 94: patchbay.v1.StaticKeysService.GetStaticKey:output_type -> patchbay.v1.GetStaticKeyResponse
-	19, // 95: patchbay.v1.StaticKeysService.ListDebugSites:output_type -> patchbay.v1.ListDebugSitesResponse
-	22, // 96: patchbay.v1.StaticKeysService.UpdateStaticKeys:output_type -> patchbay.v1.UpdateStaticKeysResponse
-	24, // 97: patchbay.v1.StaticKeysService.ListUpdateResults:output_type -> patchbay.v1.ListUpdateResultsResponse
-	26, // 98: patchbay.v1.StaticKeysService.PrepareUpdate:output_type -> patchbay.v1.PrepareUpdateResponse
-	28, // 99: patchbay.v1.StaticKeysService.CommitUpdate:output_type -> patchbay.v1.CommitUpdateResponse
-	30, // 100: patchbay.v1.StaticKeysService.DiscardUpdate:output_type -> patchbay.v1.DiscardUpdateResponse
-	35, // 101: patchbay.v1.StaticKeysService.WatchStaticKeys:output_type -> patchbay.v1.WatchStaticKeysResponse
-	38, // 102: patchbay.v1.StaticKeysService.ListHolds:output_type -> patchbay.v1.ListHoldsResponse
-	41, // 103: patchbay.v1.StaticKeysService.ReleaseHolds:output_type -> patchbay.v1.ReleaseHoldsResponse
-	43, // 104: patchbay.v1.StaticKeysService.RenewHolds:output_type -> patchbay.v1.RenewHoldsResponse
-	46, // 105: patchbay.v1.StaticKeysService.SetClaims:output_type -> patchbay.v1.SetClaimsResponse
-	50, // 106: patchbay.v1.StaticKeysService.ListClaims:output_type -> patchbay.v1.ListClaimsResponse
-	53, // 107: patchbay.v1.StaticKeysService.VerifyStaticKeys:output_type -> patchbay.v1.VerifyStaticKeysResponse
-	56, // 108: patchbay.v1.StaticKeysService.RepairStaticKey:output_type -> patchbay.v1.RepairStaticKeyResponse
-	93, // [93:109] is the sub-list for method output_type
-	77, // [77:93] is the sub-list for method input_type
-	77, // [77:77] is the sub-list for extension type_name
-	77, // [77:77] is the sub-list for extension extendee
-	0,  // [0:77] is the sub-list for field type_name
+	59, // 63: patchbay.v1.SetClaimsResponse.predicted_pause:type_name -> google.protobuf.Duration
+	48, // 64: patchbay.v1.SetClaimsResponse.left_out:type_name -> patchbay.v1.LeftOut
+	47, // 65: patchbay.v1.SetClaimsResponse.guarded:type_name -> patchbay.v1.GuardedKey
+	10, // 66: patchbay.v1.GuardedKey.advice:type_name -> patchbay.v1.Advice
+	5,  // 67: patchbay.v1.ClaimResult.want:type_name -> patchbay.v1.ClaimWant
+	6,  // 68: patchbay.v1.ClaimResult.state:type_name -> patchbay.v1.ClaimState
+	52, // 69: patchbay.v1.ListClaimsResponse.claims:type_name -> patchbay.v1.Claim
+	5,  // 70: patchbay.v1.Claim.want:type_name -> patchbay.v1.ClaimWant
+	6,  // 71: patchbay.v1.Claim.state:type_name -> patchbay.v1.ClaimState
+	60, // 72: patchbay.v1.Claim.since:type_name -> google.protobuf.Timestamp
+	60, // 73: patchbay.v1.Claim.expires_at:type_name -> google.protobuf.Timestamp
+	55, // 74: patchbay.v1.VerifyStaticKeysResponse.torn:type_name -> patchbay.v1.TornKey
+	59, // 75: patchbay.v1.RepairStaticKeyRequest.stop_timeout:type_name -> google.protobuf.Duration
+	59, // 76: patchbay.v1.RepairStaticKeyRequest.retry_timeout:type_name -> google.protobuf.Duration
+	58, // 77: patchbay.v1.RepairStaticKeyResponse.sites:type_name -> patchbay.v1.RepairedSite
+	33, // 78: patchbay.v1.RepairStaticKeyResponse.report:type_name -> patchbay.v1.FlipReport
+	13, // 79: patchbay.v1.StaticKeysService.ListStaticKeys:input_type -> patchbay.v1.ListStaticKeysRequest
+	15, // 80: patchbay.v1.StaticKeysService.GetStaticKey:input_type -> patchbay.v1.GetStaticKeyRequest
+	18, // 81: patchbay.v1.StaticKeysService.ListDebugSites:input_type -> patchbay.v1.ListDebugSitesRequest
+	21, // 82: patchbay.v1.StaticKeysService.UpdateStaticKeys:input_type -> patchbay.v1.UpdateStaticKeysRequest
+	23, // 83: patchbay.v1.StaticKeysService.ListUpdateResults:input_type -> patchbay.v1.ListUpdateResultsRequest
+	25, // 84: patchbay.v1.StaticKeysService.PrepareUpdate:input_type -> patchbay.v1.PrepareUpdateRequest
+	27, // 85: patchbay.v1.StaticKeysService.CommitUpdate:input_type -> patchbay.v1.CommitUpdateRequest
+	29, // 86: patchbay.v1.StaticKeysService.DiscardUpdate:input_type -> patchbay.v1.DiscardUpdateRequest
+	34, // 87: patchbay.v1.StaticKeysService.WatchStaticKeys:input_type -> patchbay.v1.WatchStaticKeysRequest
+	37, // 88: patchbay.v1.StaticKeysService.ListHolds:input_type -> patchbay.v1.ListHoldsRequest
+	40, // 89: patchbay.v1.StaticKeysService.ReleaseHolds:input_type -> patchbay.v1.ReleaseHoldsRequest
+	42, // 90: patchbay.v1.StaticKeysService.RenewHolds:input_type -> patchbay.v1.RenewHoldsRequest
+	45, // 91: patchbay.v1.StaticKeysService.SetClaims:input_type -> patchbay.v1.SetClaimsRequest
+	50, // 92: patchbay.v1.StaticKeysService.ListClaims:input_type -> patchbay.v1.ListClaimsRequest
+	53, // 93: patchbay.v1.StaticKeysService.VerifyStaticKeys:input_type -> patchbay.v1.VerifyStaticKeysRequest
+	56, // 94: patchbay.v1.StaticKeysService.RepairStaticKey:input_type -> patchbay.v1.RepairStaticKeyRequest
+	14, // 95: patchbay.v1.StaticKeysService.ListStaticKeys:output_type -> patchbay.v1.ListStaticKeysResponse
+	16, // 96: patchbay.v1.StaticKeysService.GetStaticKey:output_type -> patchbay.v1.GetStaticKeyResponse
+	19, // 97: patchbay.v1.StaticKeysService.ListDebugSites:output_type -> patchbay.v1.ListDebugSitesResponse
+	22, // 98: patchbay.v1.StaticKeysService.UpdateStaticKeys:output_type -> patchbay.v1.UpdateStaticKeysResponse
+	24, // 99: patchbay.v1.StaticKeysService.ListUpdateResults:output_type -> patchbay.v1.ListUpdateResultsResponse
+	26, // 100: patchbay.v1.StaticKeysService.PrepareUpdate:output_type -> patchbay.v1.PrepareUpdateResponse
+	28, // 101: patchbay.v1.StaticKeysService.CommitUpdate:output_type -> patchbay.v1.CommitUpdateResponse
+	30, // 102: patchbay.v1.StaticKeysService.DiscardUpdate:output_type -> patchbay.v1.DiscardUpdateResponse
+	35, // 103: patchbay.v1.StaticKeysService.WatchStaticKeys:output_type -> patchbay.v1.WatchStaticKeysResponse
+	38, // 104: patchbay.v1.StaticKeysService.ListHolds:output_type -> patchbay.v1.ListHoldsResponse
+	41, // 105: patchbay.v1.StaticKeysService.ReleaseHolds:output_type -> patchbay.v1.ReleaseHoldsResponse
+	43, // 106: patchbay.v1.StaticKeysService.RenewHolds:output_type -> patchbay.v1.RenewHoldsResponse
+	46, // 107: patchbay.v1.StaticKeysService.SetClaims:output_type -> patchbay.v1.SetClaimsResponse
+	51, // 108: patchbay.v1.StaticKeysService.ListClaims:output_type -> patchbay.v1.ListClaimsResponse
+	54, // 109: patchbay.v1.StaticKeysService.VerifyStaticKeys:output_type -> patchbay.v1.VerifyStaticKeysResponse
+	57, // 110: patchbay.v1.StaticKeysService.RepairStaticKey:output_type -> patchbay.v1.RepairStaticKeyResponse
+	95, // [95:111] is the sub-list for method output_type
+	79, // [79:95] is the sub-list for method input_type
+	79, // [79:79] is the sub-list for extension type_name
+	79, // [79:79] is the sub-list for extension extendee
+	0,  // [0:79] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_static_keys_proto_init() }
@@ -5475,7 +5548,7 @@ func file_patchbay_v1_static_keys_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_static_keys_proto_rawDesc), len(file_patchbay_v1_static_keys_proto_rawDesc)),
 			NumEnums:      9,
-			NumMessages:   49,
+			NumMessages:   50,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -1228,7 +1228,10 @@ type StreamTracepointEventsRequest struct {
 	Instance string `protobuf:"bytes,9,opt,name=instance,proto3" json:"instance,omitempty"`
 	// Begins with the events that the guest's ring buffer holds already. Only if the events are
 	// read in memory.
-	Buffered      bool `protobuf:"varint,10,opt,name=buffered,proto3" json:"buffered,omitempty"`
+	Buffered bool `protobuf:"varint,10,opt,name=buffered,proto3" json:"buffered,omitempty"`
+	// Ends the stream when no more events are in the ring buffer, after 10 s at the latest. Only
+	// if the events are read in memory.
+	NoFollow      bool `protobuf:"varint,11,opt,name=no_follow,json=noFollow,proto3" json:"no_follow,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1329,6 +1332,13 @@ func (x *StreamTracepointEventsRequest) GetInstance() string {
 func (x *StreamTracepointEventsRequest) GetBuffered() bool {
 	if x != nil {
 		return x.Buffered
+	}
+	return false
+}
+
+func (x *StreamTracepointEventsRequest) GetNoFollow() bool {
+	if x != nil {
+		return x.NoFollow
 	}
 	return false
 }
@@ -2547,72 +2557,11 @@ func (*KernelLogRecord_Task) isKernelLogRecord_Caller() {}
 
 func (*KernelLogRecord_Cpu) isKernelLogRecord_Caller() {}
 
-type Pressure struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	// "cpu some", "memory full", ...
-	Resource      string  `protobuf:"bytes,1,opt,name=resource,proto3" json:"resource,omitempty"`
-	Average_10S   float64 `protobuf:"fixed64,2,opt,name=average_10s,json=average10s,proto3" json:"average_10s,omitempty"`
-	Average_60S   float64 `protobuf:"fixed64,3,opt,name=average_60s,json=average60s,proto3" json:"average_60s,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *Pressure) Reset() {
-	*x = Pressure{}
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[26]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *Pressure) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*Pressure) ProtoMessage() {}
-
-func (x *Pressure) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[26]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use Pressure.ProtoReflect.Descriptor instead.
-func (*Pressure) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{26}
-}
-
-func (x *Pressure) GetResource() string {
-	if x != nil {
-		return x.Resource
-	}
-	return ""
-}
-
-func (x *Pressure) GetAverage_10S() float64 {
-	if x != nil {
-		return x.Average_10S
-	}
-	return 0
-}
-
-func (x *Pressure) GetAverage_60S() float64 {
-	if x != nil {
-		return x.Average_60S
-	}
-	return 0
-}
-
 var File_patchbay_v1_tracepoints_proto protoreflect.FileDescriptor
 
 const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\n" +
-	"\x1dpatchbay/v1/tracepoints.proto\x12\vpatchbay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dpatchbay/v1/static_keys.proto\x1a!patchbay/options/v1/options.proto\"\xda\x02\n" +
+	"\x1dpatchbay/v1/tracepoints.proto\x12\vpatchbay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17patchbay/v1/guest.proto\x1a\x1dpatchbay/v1/static_keys.proto\x1a!patchbay/options/v1/options.proto\"\xda\x02\n" +
 	"\n" +
 	"Tracepoint\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x122\n" +
@@ -2700,7 +2649,7 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\x10TracepointResult\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x122\n" +
 	"\x05state\x18\x02 \x01(\x0e2\x1c.patchbay.v1.TracepointStateR\x05state\x12\x17\n" +
-	"\akept_by\x18\x03 \x03(\tR\x06keptBy\"\xee\x02\n" +
+	"\akept_by\x18\x03 \x03(\tR\x06keptBy\"\x8b\x03\n" +
 	"\x1dStreamTracepointEventsRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x1a\n" +
 	"\bpatterns\x18\x02 \x03(\tR\bpatterns\x12&\n" +
@@ -2713,7 +2662,8 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\x06source\x18\b \x01(\x0e2\x18.patchbay.v1.TraceSourceR\x06source\x12\x1a\n" +
 	"\binstance\x18\t \x01(\tR\binstance\x12\x1a\n" +
 	"\bbuffered\x18\n" +
-	" \x01(\bR\bbuffered\"\xf9\x01\n" +
+	" \x01(\bR\bbuffered\x12\x1b\n" +
+	"\tno_follow\x18\v \x01(\bR\bnoFollow\"\xf9\x01\n" +
 	"\x1eStreamTracepointEventsResponse\x12/\n" +
 	"\x06events\x18\x01 \x03(\v2\x17.patchbay.v1.TraceEventR\x06events\x120\n" +
 	"\x06losses\x18\x02 \x01(\v2\x18.patchbay.v1.TraceLossesR\x06losses\x12,\n" +
@@ -2818,13 +2768,7 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\n" +
 	"unfinished\x18\f \x01(\bR\n" +
 	"unfinishedB\b\n" +
-	"\x06caller\"h\n" +
-	"\bPressure\x12\x1a\n" +
-	"\bresource\x18\x01 \x01(\tR\bresource\x12\x1f\n" +
-	"\vaverage_10s\x18\x02 \x01(\x01R\n" +
-	"average10s\x12\x1f\n" +
-	"\vaverage_60s\x18\x03 \x01(\x01R\n" +
-	"average60s*\x8c\x01\n" +
+	"\x06caller*\x8c\x01\n" +
 	"\x0fTracepointState\x12 \n" +
 	"\x1cTRACEPOINT_STATE_UNSPECIFIED\x10\x00\x12\x1d\n" +
 	"\x19TRACEPOINT_STATE_DISARMED\x10\x01\x12\x1b\n" +
@@ -2865,7 +2809,7 @@ func file_patchbay_v1_tracepoints_proto_rawDescGZIP() []byte {
 }
 
 var file_patchbay_v1_tracepoints_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_patchbay_v1_tracepoints_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
+var file_patchbay_v1_tracepoints_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
 var file_patchbay_v1_tracepoints_proto_goTypes = []any{
 	(TracepointState)(0),                   // 0: patchbay.v1.TracepointState
 	(TraceSource)(0),                       // 1: patchbay.v1.TraceSource
@@ -2896,29 +2840,29 @@ var file_patchbay_v1_tracepoints_proto_goTypes = []any{
 	(*StreamKernelLogRequest)(nil),         // 26: patchbay.v1.StreamKernelLogRequest
 	(*StreamKernelLogResponse)(nil),        // 27: patchbay.v1.StreamKernelLogResponse
 	(*KernelLogRecord)(nil),                // 28: patchbay.v1.KernelLogRecord
-	(*Pressure)(nil),                       // 29: patchbay.v1.Pressure
-	nil,                                    // 30: patchbay.v1.DescribeAgentResponse.LabelsEntry
-	(*durationpb.Duration)(nil),            // 31: google.protobuf.Duration
-	(*FlipReport)(nil),                     // 32: patchbay.v1.FlipReport
-	(ResultView)(0),                        // 33: patchbay.v1.ResultView
-	(*timestamppb.Timestamp)(nil),          // 34: google.protobuf.Timestamp
+	nil,                                    // 29: patchbay.v1.DescribeAgentResponse.LabelsEntry
+	(*durationpb.Duration)(nil),            // 30: google.protobuf.Duration
+	(*FlipReport)(nil),                     // 31: patchbay.v1.FlipReport
+	(ResultView)(0),                        // 32: patchbay.v1.ResultView
+	(*timestamppb.Timestamp)(nil),          // 33: google.protobuf.Timestamp
+	(*Pressure)(nil),                       // 34: patchbay.v1.Pressure
 }
 var file_patchbay_v1_tracepoints_proto_depIdxs = []int32{
 	0,  // 0: patchbay.v1.Tracepoint.state:type_name -> patchbay.v1.TracepointState
 	3,  // 1: patchbay.v1.ListTracepointsResponse.tracepoints:type_name -> patchbay.v1.Tracepoint
-	31, // 2: patchbay.v1.ArmTracepointsRequest.ttl:type_name -> google.protobuf.Duration
+	30, // 2: patchbay.v1.ArmTracepointsRequest.ttl:type_name -> google.protobuf.Duration
 	15, // 3: patchbay.v1.ArmTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
-	32, // 4: patchbay.v1.ArmTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
-	31, // 5: patchbay.v1.FireTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	33, // 6: patchbay.v1.FireTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
-	31, // 7: patchbay.v1.FireTracepointsRequest.ttl:type_name -> google.protobuf.Duration
+	31, // 4: patchbay.v1.ArmTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
+	30, // 5: patchbay.v1.FireTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	32, // 6: patchbay.v1.FireTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
+	30, // 7: patchbay.v1.FireTracepointsRequest.ttl:type_name -> google.protobuf.Duration
 	15, // 8: patchbay.v1.FireTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
-	32, // 9: patchbay.v1.FireTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
+	31, // 9: patchbay.v1.FireTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
 	14, // 10: patchbay.v1.FireTracepointsResponse.summary:type_name -> patchbay.v1.TracepointSummary
-	31, // 11: patchbay.v1.ParkTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	33, // 12: patchbay.v1.ParkTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
+	30, // 11: patchbay.v1.ParkTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	32, // 12: patchbay.v1.ParkTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
 	15, // 13: patchbay.v1.ParkTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
-	32, // 14: patchbay.v1.ParkTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
+	31, // 14: patchbay.v1.ParkTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
 	14, // 15: patchbay.v1.ParkTracepointsResponse.summary:type_name -> patchbay.v1.TracepointSummary
 	15, // 16: patchbay.v1.DisarmTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
 	0,  // 17: patchbay.v1.TracepointResult.state:type_name -> patchbay.v1.TracepointState
@@ -2927,20 +2871,20 @@ var file_patchbay_v1_tracepoints_proto_depIdxs = []int32{
 	20, // 20: patchbay.v1.StreamTracepointEventsResponse.losses:type_name -> patchbay.v1.TraceLosses
 	21, // 21: patchbay.v1.StreamTracepointEventsResponse.marks:type_name -> patchbay.v1.TraceMark
 	1,  // 22: patchbay.v1.StreamTracepointEventsResponse.source:type_name -> patchbay.v1.TraceSource
-	34, // 23: patchbay.v1.TraceEvent.time:type_name -> google.protobuf.Timestamp
+	33, // 23: patchbay.v1.TraceEvent.time:type_name -> google.protobuf.Timestamp
 	19, // 24: patchbay.v1.TraceEvent.fields:type_name -> patchbay.v1.TraceField
-	34, // 25: patchbay.v1.TraceMark.time:type_name -> google.protobuf.Timestamp
+	33, // 25: patchbay.v1.TraceMark.time:type_name -> google.protobuf.Timestamp
 	20, // 26: patchbay.v1.GetTracepointStatsResponse.losses:type_name -> patchbay.v1.TraceLosses
-	31, // 27: patchbay.v1.GetTracepointStatsResponse.clock_error:type_name -> google.protobuf.Duration
-	34, // 28: patchbay.v1.DescribeAgentResponse.connected_at:type_name -> google.protobuf.Timestamp
-	30, // 29: patchbay.v1.DescribeAgentResponse.labels:type_name -> patchbay.v1.DescribeAgentResponse.LabelsEntry
-	31, // 30: patchbay.v1.DescribeAgentResponse.uptime:type_name -> google.protobuf.Duration
-	29, // 31: patchbay.v1.DescribeAgentResponse.pressure:type_name -> patchbay.v1.Pressure
+	30, // 27: patchbay.v1.GetTracepointStatsResponse.clock_error:type_name -> google.protobuf.Duration
+	33, // 28: patchbay.v1.DescribeAgentResponse.connected_at:type_name -> google.protobuf.Timestamp
+	29, // 29: patchbay.v1.DescribeAgentResponse.labels:type_name -> patchbay.v1.DescribeAgentResponse.LabelsEntry
+	30, // 30: patchbay.v1.DescribeAgentResponse.uptime:type_name -> google.protobuf.Duration
+	34, // 31: patchbay.v1.DescribeAgentResponse.pressure:type_name -> patchbay.v1.Pressure
 	2,  // 32: patchbay.v1.StreamKernelLogRequest.source:type_name -> patchbay.v1.KernelLogSource
-	31, // 33: patchbay.v1.StreamKernelLogRequest.since:type_name -> google.protobuf.Duration
+	30, // 33: patchbay.v1.StreamKernelLogRequest.since:type_name -> google.protobuf.Duration
 	28, // 34: patchbay.v1.StreamKernelLogResponse.records:type_name -> patchbay.v1.KernelLogRecord
 	2,  // 35: patchbay.v1.StreamKernelLogResponse.source:type_name -> patchbay.v1.KernelLogSource
-	31, // 36: patchbay.v1.KernelLogRecord.time:type_name -> google.protobuf.Duration
+	30, // 36: patchbay.v1.KernelLogRecord.time:type_name -> google.protobuf.Duration
 	4,  // 37: patchbay.v1.TracepointsService.ListTracepoints:input_type -> patchbay.v1.ListTracepointsRequest
 	6,  // 38: patchbay.v1.TracepointsService.ArmTracepoints:input_type -> patchbay.v1.ArmTracepointsRequest
 	8,  // 39: patchbay.v1.TracepointsService.FireTracepoints:input_type -> patchbay.v1.FireTracepointsRequest
@@ -2971,6 +2915,7 @@ func file_patchbay_v1_tracepoints_proto_init() {
 	if File_patchbay_v1_tracepoints_proto != nil {
 		return
 	}
+	file_patchbay_v1_guest_proto_init()
 	file_patchbay_v1_static_keys_proto_init()
 	file_patchbay_v1_tracepoints_proto_msgTypes[0].OneofWrappers = []any{}
 	file_patchbay_v1_tracepoints_proto_msgTypes[16].OneofWrappers = []any{
@@ -2994,7 +2939,7 @@ func file_patchbay_v1_tracepoints_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_tracepoints_proto_rawDesc), len(file_patchbay_v1_tracepoints_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   28,
+			NumMessages:   27,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
