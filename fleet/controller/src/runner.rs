@@ -127,11 +127,13 @@ pub struct Running {
 }
 
 /// The reason why a command has no answer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoAnswer {
     /// The runner had already ended. The command was not carried out.
+    #[error("the controller does not lead any more, and has not carried the command out")]
     NotSent,
     /// The runner ended during the command. The store may contain its effect.
+    #[error("the controller stopped leading while it carried the command out")]
     Lost,
 }
 
