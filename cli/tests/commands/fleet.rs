@@ -319,7 +319,7 @@ fn certificates_are_needed_and_checked() {
     assert!(!output.status.success() && output.stdout.is_empty());
     for (mut command, why) in [
         (not_our_ca, "a CA that is not among those given"),
-        (missing, "nobody.pem"),
+        (missing, "nobody.key"),
     ] {
         let output = command.output().expect("it starts");
         let said = String::from_utf8_lossy(&output.stderr);

@@ -439,9 +439,9 @@ async fn a_guest_that_joins_waits_while_its_starter_may_not_change_it() {
     };
     let message = tokio::time::timeout(PATIENCE, waits).await.expect("shown");
     assert!(
-        message.contains("web-1 joined and is not changed")
+        message.contains("1 guests joined and are not changed")
             && message.contains(&id("alice"))
-            && message.contains("does not cover guest \"web-1\""),
+            && message.contains("does not cover guest \"the guest\""),
         "{message}"
     );
     assert_eq!(fleet.changes(1), []);
