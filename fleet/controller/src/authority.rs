@@ -253,6 +253,7 @@ impl Authority {
         let policy = self.policy.current();
         // The member may claim other keys than those for which the start was approved.
         let decided = about(principal, role(rollout), [member], |question, counted| {
+            allowed(policy.decide_without_caps(question))?;
             check_approvals(&policy, question, rollout).map_err(|refused| refused.to_string())?;
             allowed(self.policy.charge(question, counted)).map(drop)
         });
