@@ -295,7 +295,9 @@ impl Machine for QemuGuest {
     fn shut_down(&self) {
         if !self.has_ended() {
             // QEMU answers before it ends. The end is awaited even without an answer.
-            let _ = self.monitor.quit(PATIENCE);
+            if let Err(error) = self.monitor.quit(PATIENCE) {
+                tracing::warn!(%error, "the monitor may not have ended its guest");
+            }
         }
     }
 

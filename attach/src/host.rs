@@ -422,9 +422,9 @@ fn host_memory() -> u64 {
     units.saturating_mul(host.mem_unit.into())
 }
 
-/// Recognises the monitor by the process's program. This proves nothing, because a process can
-/// choose its command line.
-fn monitor_of(process: &Process) -> Monitor {
+/// Recognises the monitor that a process runs, by its program. This proves nothing, because a
+/// process can choose its command line.
+pub(crate) fn monitor_of(process: &Process) -> Monitor {
     let line = process.command_line().unwrap_or_default();
     Monitor::recognise(&process.program(), &line, Vec::new)
 }

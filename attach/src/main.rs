@@ -4,8 +4,10 @@
 
 mod all;
 mod args;
+mod carry;
 
 use std::collections::BTreeSet;
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -13,10 +15,12 @@ use std::sync::Arc;
 use anyhow::Context;
 use clap::{CommandFactory, Parser};
 use patchbay_attach::guest::QemuGuest;
+use patchbay_attach::hybrid_vsock::{self, SocketFile};
 use patchbay_attach::ledger::LedgerName;
 use patchbay_attach::life::End;
 use patchbay_attach::{Options, Target, attach, vsock, watchdog};
 use patchbay_guest::guest::Machine;
+use patchbay_guest::log_file::LogPath;
 use patchbay_host_kernel::{HostKernel, ListedVm};
 use patchbay_service::api::{self, ApiSocket};
 use patchbay_service::keys::audit::AuditLog;
@@ -26,10 +30,10 @@ use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::registry::discovery::DebugFiles;
 use patchbay_service::keys::{Keys, KeysConfig};
 use patchbay_service::trace::{AgentSocket, Tracing};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
-use crate::args::{AgentVsock, Command, CommandLine, HostProcess};
+use crate::args::{AgentVsock, Command, CommandLine, GuestOf, HostProcess, LedgerCommand};
 
 const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
     name: "patchbay-attach",
@@ -56,34 +60,10 @@ fn main() -> ExitCode {
             domain,
         } => watchdog::run((*qemu, *started), libvirt.as_deref().zip(domain.as_deref()))
             .context("the watchdog of a guest failed; check that the guest runs"),
-        Command::Qemu(qemu) => match qemu.target() {
-            Some(target) => run(target, &qemu.options),
-            None => Err(anyhow::anyhow!("give --qmp or --pid")),
-        },
-        Command::Libvirt {
-            domain,
-            connect,
-            options,
-        } => {
-            let target = Target::Libvirt {
-                uri: connect.clone(),
-                domain: domain.clone(),
-            };
-            run(target, options)
-        }
-        Command::Process(process) => process_of(process).and_then(|(pid, started)| {
-            let target = Target::Host {
-                pid,
-                started,
-                dirty_logging_ok: process.dirty_logging_ok,
-            };
-            run(target, &process.options)
-        }),
-        // The options have been checked, and each guest's process takes all of them.
-        Command::All(all) => {
-            let namers = all.names_of.iter().copied().collect();
-            all::run(std::env::args_os().skip(2), namers)
-        }
+        Command::Guest(guest) => run(guest),
+        Command::Ledger(LedgerCommand::Export { guest }) => carry::export(guest),
+        Command::Ledger(LedgerCommand::Import { file, guest }) => carry::import(file, guest),
+        Command::All(all) => all::run(all),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -94,38 +74,74 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
-    let shared = &args.shared;
-    let debug_files = match &shared.debug_file {
-        Some(path) => Some(
-            DebugFiles::open(path)
-                .with_context(|| format!("the debug file {} cannot be used", path.display()))?,
-        ),
-        None => None,
+/// Attaches to the guest that the command line names.
+fn attach_to(guest: &GuestOf) -> anyhow::Result<Arc<QemuGuest>> {
+    let target = match guest {
+        GuestOf::Qemu(qemu) => qemu.target().context("give --qmp or --pid")?,
+        GuestOf::Libvirt(domain) => Target::Libvirt {
+            uri: domain.connect.clone(),
+            domain: domain.domain.clone(),
+        },
+        GuestOf::Process(process) => {
+            let (pid, started) = process_of(process)?;
+            Target::Host {
+                pid,
+                started,
+                dirty_logging_ok: process.dirty_logging_ok,
+            }
+        }
     };
-    let audit = match &shared.audit_log {
+    let options = guest.options();
+    let guest = attach(&Options {
+        target,
+        name: options.name.clone(),
+        access: options.shared.memory.into(),
+        pause: options.pause.into(),
+        watchdog: PathBuf::from(watchdog::OWN_PROGRAM),
+        accept_tcg: false,
+    })?;
+    Ok(Arc::new(guest))
+}
+
+fn debug_files(shared: &args::Shared) -> anyhow::Result<Option<DebugFiles>> {
+    let open = |path: &PathBuf| {
+        DebugFiles::open(path)
+            .with_context(|| format!("the debug file {} cannot be used", path.display()))
+    };
+    shared.debug_file.as_ref().map(open).transpose()
+}
+
+fn audit_log(shared: &args::Shared) -> anyhow::Result<AuditLog> {
+    match &shared.audit_log {
         Some(path) => AuditLog::open(path).with_context(|| {
             format!(
                 "the audit log {} cannot be opened; name a file in a folder that is yours",
                 path.display()
             )
-        })?,
-        None => AuditLog::default(),
-    };
+        }),
+        None => Ok(AuditLog::default()),
+    }
+}
+
+fn run(of: &GuestOf) -> anyhow::Result<()> {
+    let args = of.options();
+    let shared = &args.shared;
+    let debug_files = debug_files(shared)?;
+    let audit = audit_log(shared)?;
+    // A terminal that hangs up detaches.
+    let renamed = audit.place().filter(|_| !std::io::stdin().is_terminal());
     let declared = Declarations::read(shared.keys_dir.as_deref())?;
-    let guest = Arc::new(attach(&Options {
-        target,
-        name: args.name.clone(),
-        access: shared.memory.into(),
-        pause: args.pause.into(),
-        watchdog: PathBuf::from(watchdog::OWN_PROGRAM),
-        accept_tcg: false,
-    })?);
+    let guest = attach_to(of)?;
     let name = guest.description().name;
     let path = match &args.api_socket {
         Some(path) => path.clone(),
         None => default_socket(&name)?,
     };
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    // Once the socket exists, the process that has started this one forwards SIGHUP.
+    let signals = runtime.block_on(async { Signals::catch() })?;
     let socket = ApiSocket::bind(&path)?;
     // This process has the lock on the guest's process, so no other attacher writes the file.
     let kept = LedgerName::beside(&path, guest.process())?;
@@ -134,8 +150,13 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     guest
         .keeps_ledger(kept.path())
         .context("the watchdog has ended; attach again")?;
+    // The file of the agent's socket is removed when this function returns.
+    let (agent, _file) = match agent_socket(args.agent_vsock, &guest)? {
+        Some(socket) => (Some(socket), None),
+        None => monitors_agent_socket(&guest).unzip(),
+    };
     let tracing = Tracing {
-        agent: agent_socket(args.agent_vsock, &guest)?,
+        agent,
         ..Tracing::default()
     };
     let registry = Arc::new(Registry::default());
@@ -150,11 +171,11 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     };
     let (keys, thread) = Keys::start(guest.clone(), registry, config)
         .context("a thread cannot be started; raise the limit on processes")?;
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()?;
-    eprintln!("attached to {name}; its API is at {}", path.display());
-    let end = runtime.block_on(serve(socket, keys, tracing, &guest, args.until_eof))?;
+    let begin = || eprintln!("attached to {name}; its API is at {}", path.display());
+    let until_eof = args.until_eof;
+    let detached = signals.detach(renamed, keys.clone());
+    let serving = serve(socket, keys, tracing, &guest, until_eof, detached, begin);
+    let end = runtime.block_on(serving)?;
     drop(runtime);
     // The executor thread first ends a change in progress or a held pause. So the guest runs before
     // this process ends.
@@ -221,14 +242,49 @@ fn process_of(process: &HostProcess) -> anyhow::Result<(u32, Option<u64>)> {
     }
 }
 
-/// Serves until the guest ends or a signal arrives, which detaches. With `until_eof`, the end of
-/// standard input detaches too.
+/// The signals that this process handles.
+struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+    hangup: Signal,
+}
+
+impl Signals {
+    /// Catches the signals from now on. The current thread must be in a tokio runtime.
+    fn catch() -> std::io::Result<Self> {
+        Ok(Self {
+            interrupt: signal(SignalKind::interrupt())?,
+            terminate: signal(SignalKind::terminate())?,
+            hangup: signal(SignalKind::hangup())?,
+        })
+    }
+
+    /// Waits for a signal that detaches. SIGHUP opens the log at `audit` again; without one, it
+    /// detaches.
+    async fn detach(mut self, audit: Option<Arc<LogPath>>, keys: Keys) {
+        loop {
+            tokio::select! {
+                _ = self.interrupt.recv() => return,
+                _ = self.terminate.recv() => return,
+                _ = self.hangup.recv() => match &audit {
+                    Some(place) => keys.reopen_audit_log(place),
+                    None => return,
+                },
+            }
+        }
+    }
+}
+
+/// Serves until the guest ends or `detached` does. With `until_eof`, the end of standard input
+/// detaches too. `begin` is called before.
 async fn serve(
     socket: ApiSocket,
     keys: Keys,
     tracing: Tracing,
     guest: &QemuGuest,
     until_eof: bool,
+    detached: impl Future<Output = ()>,
+    begin: impl FnOnce(),
 ) -> anyhow::Result<Option<End>> {
     let (ended, end) = oneshot::channel();
     let life = Arc::clone(guest.life());
@@ -250,17 +306,15 @@ async fn serve(
             })
             .context("a thread cannot be started; raise the limit on processes")?;
     }
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut terminate = signal(SignalKind::terminate())?;
     let mut outcome = None;
     let shutdown = async {
         tokio::select! {
             end = end => outcome = end.ok(),
             _ = input_ended => {}
-            _ = interrupt.recv() => {}
-            _ = terminate.recv() => {}
+            () = detached => {}
         }
     };
+    begin();
     api::serve(socket, keys, tracing, shutdown).await?;
     Ok(outcome)
 }
@@ -300,6 +354,33 @@ fn agent_socket(
     }
 }
 
+/// Binds the socket that the guest's agent reaches through the vsock device in the monitor, if the
+/// monitor has one. The file of the socket is removed when the second value is dropped.
+fn monitors_agent_socket(guest: &QemuGuest) -> Option<(AgentSocket, SocketFile)> {
+    if !guest.monitor().is_host() {
+        return None;
+    }
+    let process = guest.process();
+    let bound = hybrid_vsock::find(process).and_then(|vsock| match vsock {
+        Some(vsock) => hybrid_vsock::bind_beside(process, &vsock).map(Some),
+        // The ioctls of the device do not return its CID.
+        None if vsock::has_device(process).unwrap_or_default() => Err(
+            "the monitor has a vhost-vsock device, and the host does not show its CID; give --agent-vsock CID".to_owned(),
+        ),
+        None => Ok(None),
+    });
+    match bound {
+        Ok(bound) => {
+            let (listener, file) = bound?;
+            Some((AgentSocket::of_monitor(listener, process.pid()), file))
+        }
+        Err(why) => {
+            tracing::warn!("the guest's agent is not served: {why}");
+            None
+        }
+    }
+}
+
 /// Returns the path at which `patchbay` looks for the socket.
 fn default_socket(name: &str) -> anyhow::Result<PathBuf> {
     let plain = !name.is_empty() && !name.starts_with('.') && !name.contains('/');
@@ -317,6 +398,11 @@ fn run_folder() -> anyhow::Result<PathBuf> {
         Some(folder) => Path::new(&folder).join("patchbay"),
         None => PathBuf::from("/run/patchbay"),
     };
+    created(folder)
+}
+
+/// Creates a folder if it does not exist.
+fn created(folder: PathBuf) -> anyhow::Result<PathBuf> {
     std::fs::create_dir_all(&folder)
         .with_context(|| format!("{} cannot be made", folder.display()))?;
     Ok(folder)

@@ -1,23 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A monitor's process: its threads, mappings, descriptors and end.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, DirEntry, File, Metadata};
 use std::io::{self, BufRead, BufReader};
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, StatxFlags, fcntl_getfl, statx};
 use rustix::io::Errno;
+use rustix::net::{SocketType, sockopt};
 use rustix::process::{
     Pid, PidfdFlags, PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_open, pidfd_send_signal,
 };
 
 use crate::error::AttachError;
 use crate::lock::Lock;
+use crate::rights::Rights;
+
+/// The maximum number of sockets that are read. Firecracker's vsock device alone has up to 1023.
+const MAX_SOCKETS: usize = 4096;
 
 /// A running process. All methods refer to this process, never to a later one with the same number.
 #[derive(Debug)]
@@ -43,7 +50,7 @@ impl Process {
             .map_err(|error| AttachError::Process {
                 what: format!("process {pid}"),
                 error: error.to_string(),
-                next: "give the process id of a running QEMU".to_owned(),
+                next: "give the process id of a running monitor".to_owned(),
             })
     }
 
@@ -86,16 +93,19 @@ impl Process {
         matches!(poll(&mut fds, patience.as_ref()), Ok(1..))
     }
 
-    /// Kills the process.
+    /// Kills the process. An attacher without CAP_KILL takes the ids of the process for this.
     ///
     /// # Errors
     /// This user may not kill the process.
     pub fn kill(&self) -> io::Result<()> {
-        match pidfd_send_signal(&self.pidfd, Signal::KILL) {
+        let kill = || match pidfd_send_signal(&self.pidfd, Signal::KILL) {
             // ESRCH: the process has ended.
             Ok(()) | Err(Errno::SRCH) => Ok(()),
-            Err(error) => Err(error.into()),
-        }
+            Err(error) => Err(io::Error::from(error)),
+        };
+        let Err(error) = kill() else { return Ok(()) };
+        let taken = self.rights().ok().map(|rights| rights.call(|| Ok(kill())));
+        taken.and_then(Result::ok).unwrap_or(Err(error))
     }
 
     /// Makes the calling process the only attacher of this process until the lock is dropped.
@@ -189,13 +199,94 @@ impl Process {
     /// # Errors
     /// The process has ended.
     pub fn users(&self) -> Result<[u32; 3], AttachError> {
-        let status = fs::read_to_string(self.path("status"))
-            .map_err(|error| self.cannot("read", "status", error))?;
+        self.users_in(&self.status()?)
+    }
+
+    fn status(&self) -> Result<String, AttachError> {
+        let status = fs::read_to_string(self.path("status"));
+        status.map_err(|error| self.cannot("read", "status", error))
+    }
+
+    /// Returns the user ids in the text of `status`.
+    fn users_in(&self, status: &str) -> Result<[u32; 3], AttachError> {
         let ids = status.lines().find_map(|line| line.strip_prefix("Uid:"));
         let mut ids = ids.unwrap_or_default().split_ascii_whitespace();
         let mut next = || ids.next()?.parse().ok();
         let users = (|| Some([next()?, next()?, next()?]))();
         users.ok_or_else(|| self.cannot("read", "status", io::ErrorKind::InvalidData.into()))
+    }
+
+    /// Returns the rights with which the process acts.
+    ///
+    /// # Errors
+    /// The process has ended, or it has several users, as a set-user-ID program has.
+    pub fn rights(&self) -> Result<Rights, AttachError> {
+        let status = self.status()?;
+        let users = self.users_in(&status)?;
+        if users != [users[0]; 3] {
+            return Err(AttachError::Refused(format!(
+                "process {} has the real, effective and saved users {users:?}",
+                self.pid
+            )));
+        }
+        // Capabilities in another user namespace give no rights over the host's files.
+        let namespace = fs::read_link(self.path("ns/user"));
+        let namespace = namespace.map_err(|error| self.cannot("read", "ns/user", error))?;
+        let is_own = fs::read_link("/proc/self/ns/user").is_ok_and(|own| own == namespace);
+        Rights::parse(users[0], &status, is_own)
+            .ok_or_else(|| self.cannot("read", "status", io::ErrorKind::InvalidData.into()))
+    }
+
+    /// Opens the process's root folder, or its working folder, from which it resolves paths.
+    ///
+    /// # Errors
+    /// This user may not inspect the process.
+    pub fn folder_of_paths(&self, absolute: bool) -> Result<OwnedFd, AttachError> {
+        let name = if absolute { "root" } else { "cwd" };
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        rustix::fs::open(self.path(name), flags, Mode::empty())
+            .map_err(|error| self.cannot("opened", name, error.into()))
+    }
+
+    /// Returns the paths at which the process listens on Unix stream sockets, as it named them. The
+    /// kernel's own record of each socket is read through a duplicate of the descriptor, so no
+    /// other process can add a path.
+    ///
+    /// # Errors
+    /// This user may not inspect or trace the process, or it has too many sockets.
+    pub fn listeners(&self) -> Result<BTreeSet<PathBuf>, AttachError> {
+        let mut sockets = BTreeMap::new();
+        for (number, name) in self.descriptors()? {
+            let is_socket = name.as_os_str().as_bytes().starts_with(b"socket:[");
+            if let (true, Ok(number)) = (is_socket, u32::try_from(number)) {
+                sockets.insert(name, number);
+            }
+        }
+        if sockets.len() > MAX_SOCKETS {
+            return Err(AttachError::Refused(format!(
+                "process {} has {} sockets; no more than {MAX_SOCKETS} are read",
+                self.pid,
+                sockets.len()
+            )));
+        }
+        let mut paths = BTreeSet::new();
+        for number in sockets.into_values() {
+            // The process may have closed a connection meanwhile.
+            let socket = match self.duplicate(number) {
+                Ok(socket) => socket,
+                Err(_) if !self.path(&format!("fd/{number}")).is_symlink() => continue,
+                Err(error) => return Err(error),
+            };
+            let is_stream = sockopt::socket_type(&socket) == Ok(SocketType::STREAM);
+            if !is_stream || sockopt::socket_acceptconn(&socket) != Ok(true) {
+                continue;
+            }
+            // The address of another family is an error.
+            if let Ok(address) = UnixListener::from(socket).local_addr() {
+                paths.extend(address.as_pathname().map(Path::to_owned));
+            }
+        }
+        Ok(paths)
     }
 
     /// Returns the ids in this PID namespace of the threads whose ids in the process's own PID

@@ -32,6 +32,14 @@ pub fn is_only_device_of(process: &Process) -> Result<(), String> {
     only(process.pid(), |pid| has(pid, DEVICE))
 }
 
+/// Returns whether a process has a vhost-vsock device.
+///
+/// # Errors
+/// This user may not inspect the process.
+pub fn has_device(process: &Process) -> io::Result<bool> {
+    has(process.pid(), DEVICE)
+}
+
 fn only(process: u32, mut has: impl FnMut(u32) -> io::Result<bool>) -> Result<(), String> {
     let unknown = |what: &str, error: io::Error| {
         format!("whether {what} has a vhost-vsock device cannot be seen ({error})")

@@ -39,6 +39,21 @@ fn a_guest_of_cloud_hypervisor() {
 }
 
 #[test]
+fn the_agents_socket_of_firecracker() {
+    support::hybrid_vsock::firecracker();
+}
+
+#[test]
+fn the_agents_socket_of_firecracker_in_its_jail() {
+    support::hybrid_vsock::jailed_firecracker();
+}
+
+#[test]
+fn the_agents_socket_of_cloud_hypervisor() {
+    support::hybrid_vsock::cloud_hypervisor();
+}
+
+#[test]
 fn processes_whose_guest_cannot_be_attached_to() {
     support::process::refusals();
 }

@@ -84,6 +84,11 @@ fn the_cid_that_a_hostile_monitor_names() {
 }
 
 #[test]
+fn a_renamed_audit_log_is_opened_again() {
+    support::program::hangup();
+}
+
+#[test]
 fn statistics_of_nested_guests() {
     support::hostile::statistics_of_qemu();
 }

@@ -198,6 +198,16 @@ async fn claims_of_an_attacher_that_is_killed() {
 }
 
 #[test]
+fn a_ledger_whose_attachers_are_killed() {
+    support::kill_ledger::kill_ledger(Tcg, "a_ledger_whose_attachers_are_killed");
+}
+
+#[test]
 fn the_trace_events_of_a_stock_kernel() {
     support::trace::trace(Tcg);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn events_that_the_command_line_arms() {
+    support::boot_events::boot_events(Tcg).await;
 }

@@ -7,7 +7,6 @@
 use std::ffi::OsStr;
 use std::future::Future;
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use clap_complete::engine::{ArgValueCompleter, CompletionCandidate};
@@ -17,7 +16,7 @@ use patchbay_proto::v1;
 
 use crate::args::target::{FleetTarget, Target};
 use crate::client::selected::{Heard, Selected, endpoints, sockets_of};
-use crate::client::sockets::{SOCKET_VARIABLE, variable};
+use crate::client::sockets::{CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, SOCKET_VARIABLE, variable};
 use crate::client::{Client, lists};
 use crate::names::is_glob;
 use crate::rollout::{self, replicas};
@@ -95,25 +94,18 @@ pub fn rollouts() -> ArgValueCompleter {
             let target = FleetTarget {
                 fleet: words.value("--fleet").into_iter().collect(),
                 fleet_socket: path("--fleet-socket"),
-                fleet_cert: file("--fleet-cert", "PATCHBAY_FLEET_CERT"),
-                fleet_key: file("--fleet-key", "PATCHBAY_FLEET_KEY"),
-                fleet_ca: file("--fleet-ca", "PATCHBAY_FLEET_CA"),
+                fleet_cert: file("--fleet-cert", CERT_VARIABLE),
+                fleet_key: file("--fleet-key", KEY_VARIABLE),
+                fleet_ca: file("--fleet-ca", CA_VARIABLE),
             };
-            let (place, names) = (target.place().ok()?, Mutex::new(vec![]));
-            let listed = replicas::at_leader(&place, |channel| {
-                let names = &names;
-                async move {
-                    let mut controller = RolloutServiceClient::new(channel);
-                    let answer = controller.list(fleet::ListRequest {}).await;
-                    let answer = answer.map_err(rollout::failed)?.into_inner();
-                    let rollouts = answer.rollouts.into_iter();
-                    let mut names = names.lock().unwrap_or_else(PoisonError::into_inner);
-                    names.extend(rollouts.map(|rollout| rollout.name));
-                    Ok(())
-                }
+            let place = target.place().ok()?;
+            let listed = replicas::at_leader(&place, async |channel| {
+                let mut controller = RolloutServiceClient::new(channel);
+                let answer = controller.list(fleet::ListRequest {}).await;
+                Ok(answer.map_err(rollout::failed)?.into_inner().rollouts)
             });
-            listed.await.ok()?;
-            names.into_inner().ok()
+            let rollouts = listed.await.ok()?.into_iter();
+            Some(rollouts.map(|rollout| rollout.name).collect())
         })
     })
 }

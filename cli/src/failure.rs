@@ -172,12 +172,13 @@ impl From<Status> for Failure {
                 status.message()
             ),
             Code::Unimplemented => {
-                "the monitor does not know this call: it is of another version; update it"
+                "the monitor does not know this call: it is of another version, or the socket is \
+                 not that of a monitor; update it, or give another --socket"
                     .to_owned()
             }
             _ if timed_out && reason.is_empty() => {
-                "the monitor has not answered in time; see `patchbay keys list` for what is done, \
-                 and allow more time with --timeout"
+                "the monitor has not answered in time; allow more time with --timeout; if this was \
+                 a change, `patchbay keys list` shows what is done"
                     .to_owned()
             }
             _ => {
@@ -235,6 +236,14 @@ mod tests {
         }
         let slow = Failure::from(Status::cancelled("Timeout expired"));
         assert_eq!(slow.exit_code, TIMEOUT);
+        // The call may have been a read, which has done nothing.
+        assert!(
+            slow.message.contains("if this was a change"),
+            "{}",
+            slow.message
+        );
+        let foreign = Failure::from(Status::unimplemented(""));
+        assert!(foreign.message.contains("--socket"), "{}", foreign.message);
         let other = refused(Code::FailedPrecondition, "KEY_SEALED", &[]);
         assert_eq!(other.exit_code, ERROR);
     }

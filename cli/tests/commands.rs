@@ -4,6 +4,7 @@
 
 mod commands {
     mod apply;
+    mod autopsies;
     mod ci;
     mod ci_bad_input;
     mod ci_compare;
@@ -24,6 +25,7 @@ mod commands {
     mod rollouts;
     mod run;
     mod several;
+    mod snapshots;
     mod spelling;
     mod trace;
     mod traceparent;

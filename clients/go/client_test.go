@@ -227,7 +227,7 @@ func TestABusyGuestIsAnErrorWithItsGate(t *testing.T) {
 	ctx, web := patience(t), host.Guest("web-1")
 	server.tell("busy web-1")
 	enable := patchbay.Changes(pb.KeyOp_KEY_OP_ENABLE, "alpha")
-	_, err := web.Update(ctx, enable, patchbay.Options{RetryTimeout: 20 * time.Millisecond})
+	_, err := web.Update(ctx, enable, patchbay.Options{RetryTimeout: time.Second})
 	failed := wantReason(t, err, pb.ErrorReason_ERROR_REASON_GUEST_BUSY)
 	if failed.Gate() != pb.Gate_GATE_SYSTEM_STATE || failed.RetryAfter == 0 {
 		t.Fatalf("%#v", failed)

@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Runs Debian's own kernel in our monitor and in QEMU with KVM. No kernel is built, nothing is
-//! installed in the guests, and the same three commands have the same effect in both. The exit
+//! installed in the guests, and the same commands have the same effect in both. Debug lines and
+//! trace events are read from the guests' memory, while their consoles print none of them. The exit
 //! status is 0 if every step had its effect in every guest.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
-use std::process::Output;
+use std::process::{Output, Stdio};
+use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use patchbay_examples::{open_shell, step, typed};
 use patchbay_tests::{Guest, Qemu, StockKernel, TestGuest};
-use tokio::process::Command;
+use tokio::io::{AsyncBufReadExt, BufReader, Lines};
+use tokio::process::{Child, ChildStdout, Command};
 
 /// A command that executes pr_debug() lines of a module: it registers an interpreter and removes it
 /// again.
@@ -21,8 +24,11 @@ const LINES: &str = "module binfmt_misc";
 const PRINTED: &str = "binfmt_misc: ";
 const EVENT: &str = "sched_process_exec";
 const TRACING: &str = "/sys/kernel/tracing";
-const RUN: &str =
-    "echo >/sys/kernel/tracing/trace; busybox true; grep -v '^#' /sys/kernel/tracing/trace; true";
+/// The name of a program that is run while the tracepoint is off, and of one that is run while it
+/// is on.
+const PROGRAMS: [&str; 2] = ["/parked", "/fired"];
+/// The limit on the time to print a line, in the lab.
+const PATIENCE: Duration = Duration::from_secs(120);
 /// The number of lines shown of a long output.
 const SHOWN: usize = 6;
 
@@ -109,6 +115,50 @@ impl Patchbay {
         );
         Ok(String::from_utf8_lossy(&stdout).into_owned())
     }
+
+    /// Starts a command that prints lines until it is stopped.
+    fn follow(&self, place: &Place, arguments: &[&str]) -> Result<Following> {
+        let mut child = Command::new(&self.0)
+            .arg("--socket")
+            .arg(place.socket())
+            .args(arguments)
+            .stdout(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()?;
+        let output = child.stdout.take().context("no pipe")?;
+        let lines = BufReader::new(output).lines();
+        Ok(Following { child, lines })
+    }
+}
+
+/// A command that prints lines until it is stopped.
+struct Following {
+    child: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+}
+
+impl Following {
+    /// Returns the lines up to the first one that contains a text.
+    async fn until(&mut self, text: &str) -> Result<Vec<String>> {
+        let mut all = vec![];
+        let read = async {
+            while let Some(line) = self.lines.next_line().await? {
+                all.push(line);
+                if all.last().is_some_and(|line| line.contains(text)) {
+                    return Ok(());
+                }
+            }
+            bail!("the command has ended")
+        };
+        let read = tokio::time::timeout(PATIENCE, read).await;
+        let read = read.unwrap_or_else(|_| bail!("no line within {PATIENCE:?}"));
+        read.with_context(|| format!("waiting for {text:?}, after {all:?}"))?;
+        Ok(all)
+    }
+
+    async fn stop(mut self) -> Result<()> {
+        Ok(self.child.kill().await?)
+    }
 }
 
 #[tokio::main(flavor = "current_thread")]
@@ -135,10 +185,15 @@ async fn main() -> Result<()> {
     step("In both guests: load a module of Debian's, and trace programs that start");
     for place in &mut places {
         place
-            .shell("insmod /lib/modules/*-binfmt_misc.ko; mount -t binfmt_misc none /proc/sys/fs/binfmt_misc; dmesg -n 8")
+            .shell("insmod /lib/modules/*-binfmt_misc.ko; mount -t binfmt_misc none /proc/sys/fs/binfmt_misc; dmesg -n 4")
             .await?;
         let enable = format!("echo 1 >{TRACING}/events/sched/{EVENT}/enable");
         place.shell(&enable).await?;
+        for program in PROGRAMS {
+            place
+                .shell(&format!("ln -s /bin/busybox {program}"))
+                .await?;
+        }
     }
 
     let list = ["keys", "list", "binfmt_misc:*", EVENT];
@@ -154,55 +209,8 @@ async fn main() -> Result<()> {
         ensure!(described.contains("discovered"), "{described}");
     }
 
-    for (op, on) in [("on", true), ("off", false)] {
-        let flip = ["debug", op, LINES];
-        step(&format!("patchbay {}", typed(&flip)));
-        for place in &mut places {
-            patchbay.run(place, &flip).await?;
-            let console = place.console(REGISTER).await?;
-            let lines: Vec<&str> = console
-                .lines()
-                .filter(|line| line.contains(PRINTED))
-                .collect();
-            show(
-                place,
-                &if on {
-                    lines.join("\n")
-                } else {
-                    "the console is silent".to_owned()
-                },
-            );
-            ensure!(
-                lines.is_empty() != on,
-                "{}: the console has {console:?}",
-                place.name()
-            );
-        }
-    }
-
-    for (op, on) in [("disable", false), ("enable", true)] {
-        // The guest itself holds the reference, so `--force` is needed.
-        let flip = ["keys", op, "--force", EVENT];
-        step(&format!("patchbay {}", typed(&flip)));
-        for place in &mut places {
-            patchbay.run(place, &flip).await?;
-            let trace = place.shell(RUN).await?;
-            let events: Vec<&str> = trace.lines().filter(|line| line.contains(EVENT)).collect();
-            show(
-                place,
-                &if on {
-                    events.join("\n")
-                } else {
-                    "no event".to_owned()
-                },
-            );
-            ensure!(
-                events.is_empty() != on,
-                "{}: the trace has {trace:?}",
-                place.name()
-            );
-        }
-    }
+    debug_lines(&patchbay, &mut places).await?;
+    trace_events(&patchbay, &mut places).await?;
     println!("\nBoth guests followed every step.");
     if arguments.keep {
         step("The guests are yours until you leave this shell");
@@ -214,6 +222,75 @@ async fn main() -> Result<()> {
             qemu.socket().display()
         );
         open_shell(&kernel.cli, &ours.socket()).await?;
+    }
+    Ok(())
+}
+
+/// Turns debug lines on and off. They are read from the guest's memory, and the console, whose log
+/// level is not raised, stays silent.
+async fn debug_lines(patchbay: &Patchbay, places: &mut [Place]) -> Result<()> {
+    let on = ["debug", "on", LINES, "--follow"];
+    step(&format!("patchbay {}", typed(&on)));
+    for place in &mut *places {
+        let mut following = patchbay.follow(place, &on)?;
+        // The table of the changed keys is printed after the change.
+        following.until("binfmt_misc:").await?;
+        silent(place).await?;
+        let lines = following.until(PRINTED).await?;
+        let lines = lines.iter().filter(|line| line.contains(PRINTED));
+        show(place, &lines.cloned().collect::<Vec<_>>().join("\n"));
+        println!("      (the console is silent)");
+        following.stop().await?;
+    }
+    let off = ["debug", "off", LINES];
+    step(&format!("patchbay {}", typed(&off)));
+    for place in &mut *places {
+        patchbay.run(place, &off).await?;
+        let log = ["guest", "log", "--grep", PRINTED];
+        let before = patchbay.run(place, &log).await?;
+        silent(place).await?;
+        let after = patchbay.run(place, &log).await?;
+        ensure!(before == after, "{}: {before} {after}", place.name());
+        show(place, "the kernel's log has no further line");
+    }
+    Ok(())
+}
+
+/// Executes the debug lines, and checks that the console prints none of them.
+async fn silent(place: &mut Place) -> Result<()> {
+    let console = place.console(REGISTER).await?;
+    let has_line = console.lines().any(|line| line.contains(PRINTED));
+    ensure!(!has_line, "{}: the console has {console:?}", place.name());
+    Ok(())
+}
+
+/// Turns a tracepoint off and on that the guest itself traces. Its events are read from the guest's
+/// memory.
+async fn trace_events(patchbay: &Patchbay, places: &mut [Place]) -> Result<()> {
+    let tail = ["trace", "tail", "--source", "memory", EVENT];
+    // The guest itself holds the reference, so `--force` is needed.
+    let [park, fire] = ["disable", "enable"].map(|op| ["keys", op, "--force", EVENT]);
+    let [parked, fired] = PROGRAMS;
+    step(&format!(
+        "patchbay {} &\n   patchbay {}; patchbay {}",
+        typed(&tail),
+        typed(&park),
+        typed(&fire)
+    ));
+    for place in &mut *places {
+        // The events of earlier programs are read, too, so it does not matter when the command has
+        // begun.
+        let mut following = patchbay.follow(place, &[&tail[..], &["--buffered"]].concat())?;
+        patchbay.run(place, &park).await?;
+        place.shell(&format!("{parked} true; true")).await?;
+        patchbay.run(place, &fire).await?;
+        place.shell(&format!("{fired} true; true")).await?;
+        let lines = following.until(fired).await?;
+        following.stop().await?;
+        let has_parked = lines.iter().any(|line| line.contains(parked));
+        ensure!(!has_parked, "{}: {lines:?}", place.name());
+        show(place, lines.last().map_or("", String::as_str));
+        println!("      (no event of {parked}, which ran while the key was off)");
     }
     Ok(())
 }

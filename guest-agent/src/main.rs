@@ -19,6 +19,7 @@ mod pump;
 mod session;
 mod tracefs;
 
+use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -40,6 +41,12 @@ Options:
   --help
 ";
 
+/// The request of a command line.
+enum Request {
+    Serve(Options),
+    Print(String),
+}
+
 struct Options {
     address: Address,
     tracefs: Option<PathBuf>,
@@ -47,8 +54,8 @@ struct Options {
 
 fn main() -> ExitCode {
     let options = match parse(std::env::args().skip(1)) {
-        Ok(Some(options)) => options,
-        Ok(None) => return ExitCode::SUCCESS,
+        Ok(Request::Serve(options)) => options,
+        Ok(Request::Print(text)) => return print(&text),
         Err(message) => {
             eprintln!("patchbay-agent: {message}; see --help");
             return ExitCode::from(2);
@@ -87,8 +94,21 @@ fn main() -> ExitCode {
     }
 }
 
-/// Parses the arguments. Returns `None` if only help or the version was requested.
-fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Option<Options>, String> {
+/// Prints to standard output. A closed pipe is no failure, because its reader has read enough.
+fn print(text: &str) -> ExitCode {
+    let mut output = std::io::stdout().lock();
+    let written = output.write_all(text.as_bytes());
+    match written.and_then(|()| output.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            eprintln!("patchbay-agent: cannot write to standard output: {error}");
+            ExitCode::FAILURE
+        }
+        _ => ExitCode::SUCCESS,
+    }
+}
+
+/// Parses the arguments.
+fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Request, String> {
     let mut options = Options {
         address: Address::default(),
         tracefs: None,
@@ -103,15 +123,12 @@ fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Option<Options>,
             "--connect" => options.address = value()?.parse()?,
             "--tracefs" => options.tracefs = Some(value()?.into()),
             "--version" => {
-                println!("patchbay-agent {}", env!("CARGO_PKG_VERSION"));
-                return Ok(None);
+                let version = env!("CARGO_PKG_VERSION");
+                return Ok(Request::Print(format!("patchbay-agent {version}\n")));
             }
-            "--help" => {
-                print!("{HELP}");
-                return Ok(None);
-            }
-            _ => return Err(format!("{argument:?} is not an option; see --help")),
+            "--help" => return Ok(Request::Print(HELP.to_owned())),
+            _ => return Err(format!("{argument:?} is not an option")),
         }
     }
-    Ok(Some(options))
+    Ok(Request::Serve(options))
 }

@@ -405,3 +405,34 @@ fn it_comes_back_after_a_refusal_a_restart_and_garbage() {
     agent.welcome();
     assert!(started.elapsed() < PATIENCE);
 }
+
+#[test]
+fn help_and_version_report_a_full_device_and_ignore_a_closed_pipe() {
+    let run = |option: &str, output: Stdio| {
+        let mut agent = Command::new(env!("CARGO_BIN_EXE_patchbay-agent"));
+        let output = agent.arg(option).stdout(output).output().expect("starts");
+        let message = String::from_utf8(output.stderr).expect("text");
+        (output.status.code(), message)
+    };
+    for option in ["--help", "--version"] {
+        let full = fs::File::options().write(true).open("/dev/full");
+        let (code, message) = run(option, full.expect("a device").into());
+        assert_eq!(code, Some(1), "{message}");
+        let expected = "patchbay-agent: cannot write to standard output: ";
+        assert!(message.starts_with(expected), "{message}");
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        assert_eq!(run(option, writer.into()), (Some(0), String::new()));
+    }
+}
+
+#[test]
+fn an_unknown_option_is_refused() {
+    let mut agent = Command::new(env!("CARGO_BIN_EXE_patchbay-agent"));
+    let output = agent.arg("--nonsense").output().expect("starts");
+    assert_eq!(output.status.code(), Some(2));
+    assert_eq!(
+        String::from_utf8_lossy(&output.stderr),
+        "patchbay-agent: \"--nonsense\" is not an option; see --help\n"
+    );
+}

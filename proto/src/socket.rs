@@ -47,6 +47,17 @@ pub struct ListeningSocket {
     owner: u32,
 }
 
+/// Parses the mode of a socket, octal 0 to 777.
+///
+/// # Errors
+/// A hint for the user.
+pub fn parse_mode(text: &str) -> Result<u32, String> {
+    match u32::from_str_radix(text, 8) {
+        Ok(mode) if mode <= 0o777 => Ok(mode),
+        _ => Err("give an octal mode such as 660".to_owned()),
+    }
+}
+
 impl ListeningSocket {
     /// Binds `path` with mode 0600. Replaces a socket that a server has left behind.
     ///
@@ -226,7 +237,7 @@ mod tests {
         let flags = SocketFlags::NONBLOCK;
         let client = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
         let address = SocketAddrUnix::new(path).expect("short");
-        connect(&client.expect("a socket"), &address).is_ok()
+        connect(client.expect("a socket"), &address).is_ok()
     }
 
     #[test]

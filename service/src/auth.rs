@@ -9,8 +9,14 @@ use std::fmt;
 pub use patchbay_proto::methods::{Role, UnknownRole};
 
 const MAX_PRINCIPAL_BYTES: usize = 256;
-/// Principal of the changes that end a hold or a claim without a call, for example at its expiry.
-const RESERVED: &str = "monitor";
+/// The principal that ends holds and claims, for example at their expiry.
+pub(crate) const MONITOR: &str = "monitor";
+/// The principal that keeps events firing for other users in the guest.
+pub(crate) const OTHERS: &str = "others in the guest";
+/// The client that keeps the events of the guest's command line armed.
+pub(crate) const COMMAND_LINE: &str = "--trace-events";
+/// Principals of the changes that the service makes without a call.
+const RESERVED: [&str; 3] = [MONITOR, OTHERS, COMMAND_LINE];
 
 /// The name of a caller: "uid:1000" for a peer on a unix socket, or a name that a trusted proxy
 /// asserts. Printable ASCII, 1 to 256 bytes.
@@ -27,7 +33,7 @@ pub enum BadPrincipal {
     #[error("has bytes other than printable ASCII; leave them out")]
     NotPrintable,
     /// The name is reserved for the service.
-    #[error("is {RESERVED:?}, which stands for the service itself; give another name")]
+    #[error("is a name of the service itself (\"{}\"); give another name", RESERVED.join("\", \""))]
     Reserved,
 }
 
@@ -44,7 +50,7 @@ impl Principal {
             return Err(BadPrincipal::NotPrintable);
         }
         let name = String::from_utf8_lossy(name);
-        if name == RESERVED {
+        if RESERVED.contains(&&*name) {
             return Err(BadPrincipal::Reserved);
         }
         Ok(Self(name.into_owned()))
@@ -131,6 +137,8 @@ mod tests {
             (b"\x7f", BadPrincipal::NotPrintable),
             ("né".as_bytes(), BadPrincipal::NotPrintable),
             (b"monitor", BadPrincipal::Reserved),
+            (b"others in the guest", BadPrincipal::Reserved),
+            (b"--trace-events", BadPrincipal::Reserved),
         ];
         for (name, why) in bad {
             assert_eq!(Principal::asserted(name), Err(why));

@@ -5,6 +5,7 @@
 use crate::boot::LinuxBoot;
 use crate::devices::virtio::VirtioConfig;
 use crate::devices::{ConsoleOutput, MemoryDevices, PortDevices};
+use crate::snapshot::Snapshot;
 
 /// The configuration of a guest: its hardware and its payload.
 pub struct VmConfig {
@@ -27,6 +28,17 @@ pub struct VmConfig {
 }
 
 impl VmConfig {
+    /// Creates a copy of a guest that was saved, without console output and virtio devices.
+    #[must_use]
+    pub fn of_snapshot(snapshot: Snapshot) -> Self {
+        Self {
+            memory_bytes: snapshot.memory_bytes(),
+            vcpus: snapshot.vcpus(),
+            offer_patchbay: snapshot.offers_patchbay(),
+            ..Self::new(Payload::Snapshot(Box::new(snapshot)))
+        }
+    }
+
     /// Creates a guest with 256 MiB, one vCPU and no console output.
     #[must_use]
     pub fn new(payload: Payload) -> Self {
@@ -49,6 +61,9 @@ pub enum Payload {
     Linux(LinuxBoot),
     /// Machine code in 64-bit mode.
     Raw(RawCode),
+    /// A guest that was saved; see [`VmConfig::of_snapshot`]. The virtio devices must be those of
+    /// the snapshot.
+    Snapshot(Box<Snapshot>),
 }
 
 /// Machine code that starts in 64-bit mode with the first 4 GiB identity-mapped, interrupts

@@ -5,6 +5,7 @@ use crate::boot::BootError;
 use crate::devices::ConsoleError;
 use crate::devices::virtio::VirtioError;
 use crate::memory::MemoryError;
+use crate::snapshot::SnapshotError;
 
 /// A guest could not be created or started.
 #[derive(Debug, thiserror::Error)]
@@ -20,10 +21,10 @@ pub enum VmError {
     KvmOpen(kvm_ioctls::Error),
     #[error("this host's KVM lacks {0}; use a kernel of 5.10 or later")]
     KvmLacks(&'static str),
-    #[error("KVM refuses to {what} ({source}); the kernel's log may say why")]
+    #[error("KVM refuses to {what} ({error}); the kernel's log may say why")]
     Kvm {
         what: &'static str,
-        source: kvm_ioctls::Error,
+        error: kvm_ioctls::Error,
     },
     #[error("a vCPU's shared page cannot be mapped ({0}); raise the limit on address space")]
     Map(rustix::io::Errno),
@@ -43,11 +44,13 @@ pub enum VmError {
     Console(#[from] ConsoleError),
     #[error(transparent)]
     Virtio(#[from] VirtioError),
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
 }
 
 impl VmError {
     /// Returns a function that maps the error of the KVM call described by `what`.
     pub(crate) fn kvm(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> Self {
-        move |source| Self::Kvm { what, source }
+        move |error| Self::Kvm { what, error }
     }
 }

@@ -10,6 +10,7 @@ use patchbay_guest::console::{self, ConsoleChunk, Listener};
 use patchbay_guest::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
 use patchbay_guest::kernel_memory::Place;
 use patchbay_guest::memory::{self, Exchanged, Leading, Piece, Ram, Word};
+use patchbay_guest::snapshot::{ControlState, MemorySink, SaveError};
 use patchbay_guest::threads::{Body, ThreadKind, Threads};
 
 use crate::devices::Console;
@@ -56,7 +57,7 @@ impl Machine for VmGuest {
         GuestDescription {
             name: self.name.clone(),
             vcpus: self.vm.vcpus().into(),
-            memory_bytes: self.vm.ram().low_bytes() + self.vm.ram().high_bytes(),
+            memory_bytes: self.vm.ram().bytes(),
             transports: transports
                 .into_iter()
                 .filter(|(works, _)| *works)
@@ -95,6 +96,15 @@ impl Guest for VmGuest {
 
     fn pause(&self, timeout: Duration) -> Result<Paused<'_>, PauseError> {
         self.vm.pause(timeout)
+    }
+
+    fn save(
+        &self,
+        paused: &Paused<'_>,
+        control: ControlState,
+        sink: &mut dyn MemorySink,
+    ) -> Result<Vec<u8>, SaveError> {
+        self.vm.save(paused, control, sink)
     }
 }
 

@@ -18,6 +18,12 @@ fn kick_signal() -> i32 {
     libc::SIGRTMIN() + 1
 }
 
+/// Returns the descriptor of a vCPU.
+pub(crate) fn as_fd(vcpu: &VcpuFd) -> BorrowedFd<'_> {
+    // SAFETY: `vcpu` owns the descriptor and stays borrowed as long as the returned value lives.
+    unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) }
+}
+
 /// A vCPU's `immediate_exit` byte, in a separate mapping.
 ///
 /// kvm-ioctls maps the same page and hands out `&mut kvm_run` on the vCPU's thread. A second
@@ -39,8 +45,6 @@ unsafe impl Sync for ImmediateExit {}
 impl ImmediateExit {
     /// Maps the first page of the vCPU's `kvm_run`.
     pub fn map(vcpu: &VcpuFd) -> rustix::io::Result<Self> {
-        // SAFETY: `vcpu` owns the descriptor and stays borrowed until after its use here.
-        let vcpu = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
         // SAFETY: a new mapping at an address that the kernel chooses does not change existing
         // memory.
         let page = unsafe {
@@ -49,7 +53,7 @@ impl ImmediateExit {
                 MAPPED,
                 ProtFlags::READ | ProtFlags::WRITE,
                 MapFlags::SHARED,
-                vcpu,
+                as_fd(vcpu),
                 0,
             )
         }?;

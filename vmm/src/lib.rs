@@ -28,6 +28,7 @@ mod payload;
 pub mod probe;
 pub mod request;
 pub mod seccomp;
+pub mod snapshot;
 pub mod system_registers;
 pub mod thread;
 mod vcpu;

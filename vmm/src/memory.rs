@@ -11,6 +11,7 @@
 //! bytes at the same time. No Rust reference to guest memory ever exists. Each write of the monitor
 //! marks the dirty bitmap.
 
+use std::fs::File;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -19,9 +20,11 @@ pub use patchbay_guest::memory::Piece;
 use patchbay_guest::memory::{Exchanged, Leading, Word};
 use patchbay_memory::PhysicalMemory;
 pub use patchbay_memory::{OutsideMemory, PAGE_SIZE};
+use vm_memory::bitmap::NewBitmap;
+use vm_memory::mmap::{FromRangesError, MmapRegionBuilder};
 use vm_memory::{
-    Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
-    MemoryRegionAddress, VolatileMemory,
+    Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+    GuestRegionMmap, MemoryRegionAddress, VolatileMemory,
 };
 
 use crate::dirty::DirtyBitmap;
@@ -48,11 +51,29 @@ pub enum MemoryError {
         "guest memory of {0} bytes is not possible; use a multiple of 4 KiB from 2 MiB to 1 TiB"
     )]
     Size(u64),
-    #[error("the host cannot map {bytes} bytes for the guest ({source}); give the guest less")]
-    Map {
-        bytes: u64,
-        source: vm_memory::mmap::FromRangesError,
-    },
+    #[error("the host cannot map {bytes} bytes for the guest ({error}); give the guest less")]
+    Map { bytes: u64, error: FromRangesError },
+    #[error("the file of the guest's memory cannot be used ({0}); raise the limit on open files")]
+    File(std::io::Error),
+}
+
+/// Returns whether a guest can have this many bytes of memory.
+pub(crate) fn is_possible(bytes: u64) -> bool {
+    (MEMORY_MIN..=MEMORY_MAX).contains(&bytes) && bytes.is_multiple_of(PAGE_SIZE)
+}
+
+/// Returns the address and the size of each region of a guest's memory.
+fn ranges(bytes: u64) -> Result<Vec<(GuestAddress, usize)>, MemoryError> {
+    if !is_possible(bytes) {
+        return Err(MemoryError::Size(bytes));
+    }
+    let size = |bytes: u64| usize::try_from(bytes).map_err(|_| MemoryError::Size(bytes));
+    let low = bytes.min(DEVICE_GAP_START);
+    let mut ranges = vec![(GuestAddress(0), size(low)?)];
+    if bytes > low {
+        ranges.push((GuestAddress(DEVICE_GAP_END), size(bytes - low)?));
+    }
+    Ok(ranges)
 }
 
 /// RAM of a guest. Clones share the memory.
@@ -67,17 +88,36 @@ impl GuestRam {
     /// # Errors
     /// [`MemoryError`] if the size is out of range or the host refuses the mapping.
     pub fn new(bytes: u64) -> Result<Self, MemoryError> {
-        if !(MEMORY_MIN..=MEMORY_MAX).contains(&bytes) || !bytes.is_multiple_of(PAGE_SIZE) {
-            return Err(MemoryError::Size(bytes));
-        }
-        let size = |bytes: u64| usize::try_from(bytes).map_err(|_| MemoryError::Size(bytes));
-        let low = bytes.min(DEVICE_GAP_START);
-        let mut ranges = vec![(GuestAddress(0), size(low)?)];
-        if bytes > low {
-            ranges.push((GuestAddress(DEVICE_GAP_END), size(bytes - low)?));
-        }
+        let ranges = ranges(bytes)?;
         let mmap = GuestMemoryMmap::from_ranges(&ranges)
-            .map_err(|source| MemoryError::Map { bytes, source })?;
+            .map_err(|error| MemoryError::Map { bytes, error })?;
+        Ok(Self { mmap })
+    }
+
+    /// Maps a file of `bytes` bytes, which has the memory below the device gap and then the memory
+    /// above it. The guest's writes are not written to the file, and pages that are not written are
+    /// shared with other guests of the file. The file must not be truncated meanwhile.
+    ///
+    /// # Errors
+    /// [`MemoryError`] if the size is out of range or the host refuses the mapping.
+    pub fn of_file(bytes: u64, file: &File) -> Result<Self, MemoryError> {
+        let refused = |error| MemoryError::Map { bytes, error };
+        let mut offset = 0;
+        let mut regions = vec![];
+        for (address, size) in ranges(bytes)? {
+            let file = file.try_clone().map_err(MemoryError::File)?;
+            let mapping = MmapRegionBuilder::new_with_bitmap(size, DirtyBitmap::with_len(size))
+                .with_file_offset(FileOffset::new(file, offset))
+                .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+                .with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_NORESERVE)
+                .build()
+                .map_err(|error| refused(error.into()))?;
+            let region = GuestRegionMmap::new(mapping, address)
+                .ok_or_else(|| refused(FromRangesError::InvalidGuestRegion))?;
+            regions.push(region);
+            offset += size as u64;
+        }
+        let mmap = GuestMemoryMmap::from_regions(regions).map_err(|error| refused(error.into()))?;
         Ok(Self { mmap })
     }
 
@@ -97,6 +137,12 @@ impl GuestRam {
     #[must_use]
     pub fn high_bytes(&self) -> u64 {
         self.mmap.iter().skip(1).map(GuestMemoryRegion::len).sum()
+    }
+
+    /// Returns the size of the memory in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.low_bytes() + self.high_bytes()
     }
 
     /// Locates `length` bytes at a guest-physical address.

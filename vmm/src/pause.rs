@@ -114,6 +114,12 @@ impl Slot {
             .is_ok()
     }
 
+    /// Returns whether the vCPU's thread has started and has not ended.
+    fn has_thread(&self) -> bool {
+        let without = [VcpuState::NotStarted as u8, VcpuState::Exited as u8];
+        !without.contains(&self.state.load(SeqCst))
+    }
+
     fn kick(&self) {
         self.immediate_exit.set(true);
         kick_thread(self.thread.load(SeqCst));
@@ -238,10 +244,9 @@ impl Pauser {
         &self,
         timeout: Duration,
     ) -> Result<Vec<SystemRegisters>, RegistersError> {
-        let not_running = [VcpuState::NotStarted as u8, VcpuState::Exited as u8];
         self.registers.read(timeout, |vcpu| {
             let slot = &self.slots[vcpu];
-            let runs = !not_running.contains(&slot.state.load(SeqCst));
+            let runs = slot.has_thread();
             if runs {
                 slot.kick();
             }
@@ -357,6 +362,13 @@ impl Paused<'_> {
     #[must_use]
     pub fn breakpoint_pending(&self) -> bool {
         self.breakpoint
+    }
+
+    /// Returns the first vCPU that is not parked between two instructions, because its thread has
+    /// not started or has ended.
+    pub(crate) fn not_parked(&self) -> Option<usize> {
+        let mut slots = self.pauser.slots.iter();
+        slots.position(|slot| !slot.has_thread())
     }
 
     /// Returns the time from the request until the last vCPU stopped.

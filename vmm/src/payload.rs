@@ -10,6 +10,7 @@ use crate::config::{Payload, RawCode, VmConfig};
 use crate::devices::Virtio;
 use crate::error::VmError;
 use crate::memory::GuestRam;
+use crate::snapshot;
 use crate::x86::registers::{self, Mode};
 
 /// Mode and registers of a vCPU at its first instruction.
@@ -19,8 +20,9 @@ pub(crate) struct Start {
     regs: kvm_bindings::kvm_regs,
 }
 
-/// Loads the payload into memory. Returns the start of each vCPU, or `None` for a vCPU that another
-/// vCPU must start.
+/// Loads the payload into memory. A snapshot's memory is mapped already and is verified here.
+/// Returns the start of each vCPU, or `None` for a vCPU that another vCPU must start or whose state
+/// is restored.
 pub(crate) fn load(
     ram: &GuestRam,
     config: &VmConfig,
@@ -48,6 +50,11 @@ pub(crate) fn load(
             })]
         }
         Payload::Raw(raw) => load_raw(ram, raw)?,
+        Payload::Snapshot(snapshot) => {
+            let digest = &snapshot.state().memory_digest;
+            snapshot::verify_memory(snapshot.memory(), config.memory_bytes, digest)?;
+            vec![]
+        }
     };
     starts.resize(config.vcpus.into(), None);
     Ok(starts)

@@ -10,11 +10,11 @@
 //! |---|---|
 //! | vCPU | the six `ioctl` requests of a running vCPU |
 //! | device | calls of virtio's back ends: vectored file I/O, epoll, connecting unix sockets |
-//! | keys | syncing and truncating the audit log |
+//! | keys | syncing and truncating the audit log, and the `ioctl` requests that read the state of the guest's stopped hardware |
 //! | console | nothing |
 //! | log files | opening and renaming files, restricted by Landlock ([`jail`](crate::jail)) |
 //! | trace | epoll and the agent's connections |
-//! | API | epoll, unix sockets, threads, removing its socket, terminal modes |
+//! | API | epoll, unix sockets, threads, removing its socket, terminal modes, syncing the audit log |
 //!
 //! A filter sees the numeric arguments of a call, but no paths. The device thread is restricted to
 //! the sockets of its vsock device by Landlock, where the kernel supports it
@@ -35,14 +35,16 @@ use seccompiler::{
     SeccompRule, TargetArch,
 };
 
-/// Effect of a system call that a thread's filter does not allow.
+/// Level of the monitor's confinement. The comments of the levels are in the help of `--jail`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum SeccompLevel {
-    /// The call is allowed: no filters are installed.
+    /// No confinement.
     Off,
-    /// The call is allowed, and the kernel's audit log gets a line.
+    /// System call filters that allow every call. The kernel's audit log gets a line for each call
+    /// that `on` would not allow.
     Log,
-    /// The call ends the monitor with a message.
+    /// System call filters, Landlock rules and resource limits. A call that the filters do not
+    /// allow fails or ends the monitor with a message.
     On,
 }
 
@@ -226,6 +228,7 @@ const API: &[i64] = &[
     libc::SYS_epoll_pwait,
     libc::SYS_epoll_wait,
     libc::SYS_eventfd2,
+    libc::SYS_fdatasync,
     libc::SYS_flock,
     libc::SYS_geteuid,
     libc::SYS_getpeername,
@@ -270,12 +273,32 @@ const VCPU_IOCTLS: &[u64] = &[
     0xaead,
 ];
 
+/// Requests that read a paused guest for a snapshot (`include/uapi/linux/kvm.h`): `KVM_GET_REGS`,
+/// `KVM_GET_SREGS`, `KVM_GET_MSRS`, `KVM_GET_VCPU_EVENTS`, `KVM_GET_MP_STATE`, `KVM_GET_XSAVE`,
+/// `KVM_GET_XCRS`, `KVM_GET_DEBUGREGS`, `KVM_GET_LAPIC`, `KVM_GET_TSC_KHZ`,
+/// `KVM_GET_IRQCHIP`, `KVM_GET_PIT2`, `KVM_GET_CLOCK`.
+const SAVE_IOCTLS: &[u64] = &[
+    0x8090_ae81,
+    0x8138_ae83,
+    0xc008_ae88,
+    0x8040_ae9f,
+    0x8004_ae98,
+    0x9000_aea4,
+    0x8188_aea6,
+    0x8080_aea1,
+    0x8400_ae8e,
+    0xaea3,
+    0xc208_ae62,
+    0x8070_ae9f,
+    0x8030_ae7c,
+];
+
 fn program(kind: ThreadKind, action: SeccompAction) -> Result<BpfProgram, SeccompError> {
     let (more, ioctls): (&[i64], &[u64]) = match kind {
         ThreadKind::Vcpu => (&[], VCPU_IOCTLS),
         ThreadKind::Console => (&[], &[]),
         ThreadKind::Device => (DEVICE, DEVICE_IOCTLS),
-        ThreadKind::Keys => (KEYS, &[]),
+        ThreadKind::Keys => (KEYS, SAVE_IOCTLS),
         ThreadKind::LogFiles => (LOG_FILES, &[]),
         ThreadKind::Trace => (TRACE, &[]),
         ThreadKind::Api => (API, API_IOCTLS),

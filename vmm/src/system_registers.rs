@@ -49,7 +49,7 @@ impl SystemRegisters {
 }
 
 /// Reads an MSR. Returns `None` if KVM has no MSR with this number.
-fn msr(vcpu: &VcpuFd, index: u32) -> Option<u64> {
+pub(crate) fn msr(vcpu: &VcpuFd, index: u32) -> Option<u64> {
     let entry = kvm_msr_entry {
         index,
         ..kvm_msr_entry::default()

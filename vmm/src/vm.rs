@@ -12,20 +12,22 @@
 //! Lock rule: `threads` and `ended` are held only for short accesses, never across `KVM_RUN` or
 //! while waiting for a vCPU.
 
+use std::os::fd::IntoRawFd;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvm_bindings::{
-    KVM_PIT_SPEAKER_DUMMY, KVM_SYNC_X86_EVENTS, KVM_SYNC_X86_REGS, kvm_pit_config,
+    CpuId, KVM_PIT_SPEAKER_DUMMY, KVM_SYNC_X86_EVENTS, KVM_SYNC_X86_REGS, MsrList, kvm_pit_config,
     kvm_userspace_memory_region,
 };
-use kvm_ioctls::{Cap, Kvm, VmFd};
+use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use patchbay_guest::requests::GuestRequests;
+use patchbay_guest::snapshot::{ControlState, MemorySink, SaveError};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use crate::boot::{BootError, layout};
-use crate::config::VmConfig;
+use crate::config::{Payload, VmConfig};
 use crate::devices::{Bus, Console, ConsoleError, GuestPower, PowerManagement, Virtio};
 pub use crate::error::VmError;
 use crate::kick::{self, ImmediateExit};
@@ -35,6 +37,7 @@ use crate::payload;
 use crate::probe::{self, Transports};
 use crate::request::RequestPort;
 use crate::seccomp::ThreadKind;
+use crate::snapshot::{self, MachineState};
 use crate::system_registers::{RegistersError, SystemRegisters};
 use crate::thread::{self, lock};
 use crate::vcpu::{Vcpu, VcpuEnd};
@@ -47,6 +50,9 @@ const SERIAL_IRQ: u32 = 4;
 
 /// Time allowed for writing the console's remaining output after the guest has ended.
 pub const LAST_OUTPUT: Duration = Duration::from_secs(2);
+
+/// Time allowed for requests to the host's disks that are in progress when the guest is saved.
+const DISK_PATIENCE: Duration = Duration::from_secs(10);
 
 /// The end of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -170,8 +176,12 @@ pub struct Vm {
     virtio: Arc<Virtio>,
     power: Arc<PowerManagement>,
     ram: GuestRam,
+    /// MSRs that KVM saves.
+    msrs: MsrList,
+    /// A second descriptor of each vCPU, for reading the state of a parked vCPU, and its CPUID.
+    hardware: Vec<(VcpuFd, CpuId)>,
     // Dropped last, because the vCPUs and the memory slots refer to it.
-    _vm: VmFd,
+    vm: VmFd,
 }
 
 impl Vm {
@@ -187,9 +197,18 @@ impl Vm {
         let kvm = open_kvm()?;
         check_capabilities(&kvm)?;
         kick::install_handler();
-        let ram = GuestRam::new(config.memory_bytes)?;
+        let saved = match &config.payload {
+            Payload::Snapshot(snapshot) => Some(&**snapshot),
+            Payload::Linux(_) | Payload::Raw(_) => None,
+        };
+        let ram = match saved {
+            Some(snapshot) => GuestRam::of_file(config.memory_bytes, snapshot.memory())?,
+            None => GuestRam::new(config.memory_bytes)?,
+        };
         let virtio = Arc::new(Virtio::new(&config.virtio, ram.mmap())?);
-        registers::write_tables(&ram).map_err(BootError::from)?;
+        if saved.is_none() {
+            registers::write_tables(&ram).map_err(BootError::from)?;
+        }
         // The probe runs in a guest of its own and takes about as long as loading a kernel, so both
         // run in parallel.
         let (starts, transports) = std::thread::scope(|scope| {
@@ -229,17 +248,34 @@ impl Vm {
         let sync_regs = u32::try_from(kvm.check_extension_int(Cap::SyncRegs))
             .is_ok_and(|offered| offered & wanted == wanted);
 
+        let msrs = kvm
+            .get_msr_index_list()
+            .map_err(VmError::kvm("list its MSRs"))?;
+        if let Some(snapshot) = saved {
+            snapshot::check(snapshot.state(), supported.as_slice(), transports)?;
+        }
+
         let mut vcpus = vec![];
+        let mut hardware = vec![];
         let mut immediate_exits = vec![];
-        for (id, start) in (0..config.vcpus).zip(starts) {
-            let fd = vm
-                .create_vcpu(id.into())
-                .map_err(VmError::kvm("create a vCPU"))?;
-            let cpuid = cpuid::build(supported.as_slice(), id, config.vcpus, transports)
-                .map_err(|_| VmError::Cpuid)?;
-            fd.set_cpuid2(&cpuid)
-                .map_err(VmError::kvm("set a vCPU's CPUID"))?;
-            payload::set_up_vcpu(&fd, start)?;
+        // All vCPUs exist before the first one is restored. When KVM creates a vCPU, it forgets the
+        // TSC that was written last, and then does not synchronise the next one with it.
+        let fds = (0..config.vcpus).map(|id| vm.create_vcpu(id.into()));
+        let fds: Result<Vec<_>, _> = fds.collect();
+        let fds = fds.map_err(VmError::kvm("create a vCPU"))?;
+        for ((id, start), fd) in (0..config.vcpus).zip(starts).zip(fds) {
+            let cpuid = match saved {
+                Some(snapshot) => snapshot::restore_vcpu(&fd, snapshot.state(), id)?,
+                None => {
+                    let cpuid = cpuid::build(supported.as_slice(), id, config.vcpus, transports)
+                        .map_err(|_| VmError::Cpuid)?;
+                    fd.set_cpuid2(&cpuid)
+                        .map_err(VmError::kvm("set a vCPU's CPUID"))?;
+                    payload::set_up_vcpu(&fd, start)?;
+                    cpuid
+                }
+            };
+            hardware.push((duplicate(&vm, &fd)?, cpuid));
             immediate_exits.push(ImmediateExit::map(&fd).map_err(VmError::Map)?);
             vcpus.push(Vcpu {
                 index: id.into(),
@@ -248,6 +284,11 @@ impl Vm {
                 requests: port.clone(),
                 sync_regs,
             });
+        }
+        if let Some(snapshot) = saved {
+            let state = snapshot.state();
+            snapshot::restore_chips(&vm, state)?;
+            snapshot::restore_devices(state, &console, &power, &virtio)?;
         }
         Ok(Self {
             shared: Arc::new(Shared {
@@ -263,7 +304,9 @@ impl Vm {
             virtio,
             power,
             ram,
-            _vm: vm,
+            msrs,
+            hardware,
+            vm,
         })
     }
 
@@ -309,6 +352,45 @@ impl Vm {
     /// [`PauseError`]. This call has then changed nothing.
     pub fn pause(&self, deadline: Duration) -> Result<Paused<'_>, PauseError> {
         self.shared.pauser.pause(deadline)
+    }
+
+    /// Saves the guest, which `paused` stops: passes its memory to `sink` and returns the content
+    /// of the file `state` ([`snapshot`](crate::snapshot)). Devices of a configuration on ports and
+    /// in memory are not saved.
+    ///
+    /// # Errors
+    /// [`SaveError`]. The guest is unchanged.
+    pub fn save(
+        &self,
+        paused: &Paused<'_>,
+        control: ControlState,
+        sink: &mut dyn MemorySink,
+    ) -> Result<Vec<u8>, SaveError> {
+        if let Some(vcpu) = paused.not_parked() {
+            let why =
+                format!("vCPU {vcpu} does not run, because the guest has not started or has ended");
+            return Err(SaveError::Unable(why));
+        }
+        let frozen = self.virtio.freeze(Instant::now() + DISK_PATIENCE);
+        let frozen = frozen.map_err(|device| {
+            SaveError::Unable(format!("the host has not finished a request of virtio device {device} within {DISK_PATIENCE:?}; check the host's storage"))
+        })?;
+        let mut state = MachineState {
+            memory_bytes: self.ram.bytes(),
+            memory_digest: snapshot::save_memory(&self.ram, sink)?,
+            transports: self.transports.bits(),
+            serial: Some(self.shared.console.save()),
+            power: Some(snapshot::save_power(&self.power)),
+            devices: frozen.save(),
+            control: Some(snapshot::save_control(control)),
+            ..MachineState::default()
+        };
+        for (fd, cpuid) in &self.hardware {
+            let vcpu = snapshot::save_vcpu(fd, cpuid.as_slice(), self.msrs.as_slice())?;
+            state.vcpus.push(vcpu);
+        }
+        snapshot::save_chips(&self.vm, &mut state)?;
+        Ok(snapshot::seal(&state))
     }
 
     /// Returns whether the guest is paused, or a pause is being requested.
@@ -428,6 +510,13 @@ impl Drop for Vm {
         self.shutdown();
         self.join();
     }
+}
+
+/// Opens a second descriptor of a vCPU.
+fn duplicate(vm: &VmFd, vcpu: &VcpuFd) -> Result<VcpuFd, VmError> {
+    let fd = rustix::io::fcntl_dupfd_cloexec(kick::as_fd(vcpu), 0).map_err(VmError::Map)?;
+    // SAFETY: the descriptor is a vCPU's of this VM, and only the returned value owns it.
+    unsafe { vm.create_vcpu_from_rawfd(fd.into_raw_fd()) }.map_err(VmError::kvm("map a vCPU"))
 }
 
 fn check_capabilities(kvm: &Kvm) -> Result<(), VmError> {

@@ -50,11 +50,17 @@ impl TracepointKeys for Keys {
             enabled: true,
             probes: Some(1),
             switched_by_function: false,
+            functions: vec![],
+            also_serves: vec![],
         }])
     }
 
     fn probes(&self, keys: &[String]) -> Result<Vec<Option<u32>>, KeysError> {
         Ok(vec![Some(1); keys.len()])
+    }
+
+    fn also_serves(&self, _: &str) -> Vec<&'static str> {
+        vec![]
     }
 
     fn holders(&self, keys: &[String]) -> Result<Vec<Vec<Arc<str>>>, KeysError> {

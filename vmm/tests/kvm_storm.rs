@@ -22,7 +22,7 @@ mod bare_metal;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bare_metal::{load, wait_until, watchdog};
+use bare_metal::{created, load, wait_until, watchdog};
 use patchbay_guest::abi;
 use patchbay_guest::requests::GuestRequests;
 use patchbay_guest::testing::structures;
@@ -31,7 +31,7 @@ use patchbay_vmm::config::{Payload, RawCode, RawEntry, VmConfig};
 use patchbay_vmm::guest::{FilteredThreads, VmGuest};
 use patchbay_vmm::memory::GuestRam;
 use patchbay_vmm::seccomp::{self, SeccompLevel};
-use patchbay_vmm::vm::{ExitReason, Vm, VmError};
+use patchbay_vmm::vm::{ExitReason, Vm};
 use static_keys::Op;
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -241,14 +241,7 @@ fn storm_guest(vcpus: u8, models: &[Model]) -> Option<(Arc<Vm>, Keys)> {
             entries: entries.collect(),
         }))
     };
-    let vm = match Vm::new(config, registry.clone()) {
-        Ok(vm) => Arc::new(vm),
-        Err(error @ (VmError::KvmMissing | VmError::KvmPermission | VmError::KvmLacks(_))) => {
-            println!("SKIPPED: {error}");
-            return None;
-        }
-        Err(error) => panic!("{error}"),
-    };
+    let vm = Arc::new(created(config, registry.clone())?);
     lay_out(vm.ram(), models);
     // The threads run under their filters, as in the monitor.
     seccomp::enforce(SeccompLevel::On);

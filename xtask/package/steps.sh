@@ -25,7 +25,7 @@ test -s /usr/share/man/man1/patchbay-keys-enable.1.gz
 # patchbayd writes the pages of the commands that it runs for patchbay.
 zcat /usr/share/man/man1/patchbay-policy-can.1.gz | grep policy
 for completion in /usr/share/bash-completion/completions/patchbay*; do bash -n "$completion"; done
-systemd-analyze verify patchbayd.service patchbay-fleet.service patchbay-agent.service
+systemd-analyze verify patchbayd.service patchbay-attach.service patchbay-fleet.service patchbay-agent.service
 
 # Starts patchbayd and uses it with a guest in memory that is served like a monitor's guest.
 patchbay policy check /etc/patchbay/policy.yaml
@@ -54,33 +54,28 @@ wait_for env PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay rollo
 systemctl reload patchbayd
 cp /var/log/patchbayd/audit.jsonl /run/audit.before
 
-# The daemon attaches to other monitors' guests only if the operator allows it.
-systemctl show patchbayd >/run/properties
-test -z "$(grep ptrace /run/properties)"
-mkdir -p /etc/systemd/system/patchbayd.service.d
-ln -s /usr/lib/patchbay/patchbayd-attach.conf /etc/systemd/system/patchbayd.service.d/attach.conf
-systemctl daemon-reload
-systemd-analyze verify patchbayd.service
-systemctl show patchbayd >/run/properties
-grep 'CapabilityBoundingSet=.*cap_sys_ptrace' /run/properties
-echo 'OPTIONS=--attach-qmp /run/vm' >/etc/patchbay/patchbayd.conf
+# Guests of other monitors are attached to only if the operator says so, and never by the daemon.
+test "$(systemctl is-enabled patchbay-attach)" = disabled
 mkdir /run/vm
 systemd-socket-activate --listen /run/vm/no-qemu --accept true &
-systemctl restart patchbayd
-wait_for sh -c 'journalctl --unit patchbayd | grep "/run/vm/no-qemu does not speak QMP"'
-# Puts a process into the unit's cgroup in place of an attacher with a guest. No restart may end it.
-sleep infinity &
-attacher=$!
-echo $attacher >/sys/fs/cgroup/system.slice/patchbayd.service/cgroup.procs
+echo 'OPTIONS=--qmp /run/vm --no-processes' >/etc/patchbay/attach.conf
+systemctl enable --now patchbay-attach
+wait_for sh -c 'journalctl --unit patchbay-attach | grep "/run/vm/no-qemu does not speak QMP"'
+for unit in patchbayd patchbay-attach; do
+	grep CapEff "/proc/$(systemctl show --value --property MainPID $unit)/status"
+done >/run/capabilities
+printf 'CapEff:\t0000000000000084\nCapEff:\t000000c0000800c2\n' | cmp - /run/capabilities
 daemon=$(systemctl show --value --property MainPID patchbayd)
+attacher=$(systemctl show --value --property MainPID patchbay-attach)
 
 # Upgrades: the policy, the audit log and the store stay, and the daemon is the new one.
 dpkg --install /host/new/patchbay_*.deb /host/new/patchbay-agent_*.deb
 grep '# ours' /etc/patchbay/policy.yaml
 head --bytes "$(stat --format %s /run/audit.before)" /var/log/patchbayd/audit.jsonl | cmp - /run/audit.before
 test "$(systemctl show --value --property MainPID patchbayd)" != "$daemon"
+test "$(systemctl show --value --property MainPID patchbay-attach)" != "$attacher"
+systemctl is-enabled patchbay-attach
 wait_for patchbay --socket $socket --guest test guest describe
-grep sleep /proc/$attacher/cmdline
 patchbay --socket $socket --guest test keys disable alpha
 patchbay audit verify
 test "$(wc -l </var/log/patchbayd/audit.jsonl)" -gt "$(wc -l </run/audit.before)"
@@ -89,10 +84,9 @@ wait_for env PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay rollo
 
 # Removes: programs and services are gone, data stays.
 dpkg --remove patchbay patchbay-agent
-status=0
-wait $attacher || status=$?
-test $status = 143
 test "$(systemctl is-active patchbayd)" = inactive
+test "$(systemctl is-active patchbay-attach)" = inactive
+test ! -e /sys/fs/cgroup/system.slice/patchbay-attach.service
 test ! -e /usr/bin/patchbayd
 test -s /var/log/patchbayd/audit.jsonl
 grep '# ours' /etc/patchbay/policy.yaml

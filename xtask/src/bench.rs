@@ -35,8 +35,15 @@ const IN_USER_SPACE: &str = "instructions";
 /// The argument that selects counting of instructions in the lab instead of measuring time.
 const INSTRUCTIONS: &str = "--instructions";
 
-/// The benchmarks that can count instructions.
-const COUNTING: &[&str] = &["flip"];
+/// The benchmark that counts instructions in the lab.
+const COUNTING: &str = "flip";
+
+/// Other benchmarks that count instructions, each with the beginnings of the names of its rows of
+/// [`IN_USER_SPACE`].
+const ROWS: &[(&str, &[&str])] = &[
+    ("trace", &["found: 772", "events", "2,000 events"]),
+    ("attach", &["attached", "a small kernel"]),
+];
 
 const BENCHES: &[Bench] = &[
     Bench {
@@ -89,6 +96,10 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
     if name == IN_USER_SPACE {
         return count_in_user_space(arguments);
     }
+    let counts = arguments.iter().any(|argument| argument == INSTRUCTIONS);
+    if counts && let Some((_, rows)) = ROWS.iter().find(|(of, _)| *of == name) {
+        return count_in_user_space(&["rows".to_owned(), rows.join("\n")]);
+    }
     let Some(bench) = BENCHES.iter().find(|bench| bench.name == name) else {
         let names = BENCHES.iter().map(|bench| bench.name);
         let names: Vec<&str> = names.chain([IN_USER_SPACE]).collect();
@@ -97,11 +108,12 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
             names.join(", ")
         );
     };
-    let counts = arguments.iter().any(|argument| argument == INSTRUCTIONS);
-    if counts && !COUNTING.contains(&name) {
+    if counts && name != COUNTING {
+        let names = ROWS.iter().map(|(of, _)| *of);
+        let names: Vec<&str> = names.chain([COUNTING]).collect();
         bail!(
             "{name} does not count instructions; these benchmarks do: {}",
-            COUNTING.join(", ")
+            names.join(", ")
         );
     }
     let variables = match bench.needs {
@@ -168,14 +180,18 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
     Ok(ExitCode::from(lab::run(&job)?))
 }
 
-/// Runs the test that counts instructions, for its table, for a new baseline or for a profile.
+/// Runs the test that counts instructions, for its table, for some rows, for a new baseline or for
+/// a profile.
 fn count_in_user_space(arguments: &[String]) -> Result<ExitCode> {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let variable = match *arguments {
         [] => ("PATCHBAY_INSTRUCTIONS_TABLE", "1"),
         ["baseline"] => ("PATCHBAY_INSTRUCTIONS_BASELINE", "1"),
         ["profile", row] => ("PATCHBAY_INSTRUCTIONS_PROFILE", row),
-        _ => bail!("the arguments are none, `baseline`, or `profile ROW`, not {arguments:?}"),
+        ["rows", names] => ("PATCHBAY_INSTRUCTIONS_ROWS", names),
+        _ => bail!(
+            "the arguments are none, `baseline`, `profile ROW` or `rows BEGINNING`, not {arguments:?}"
+        ),
     };
     host::ensure_packages(host::VALGRIND)?;
     let built = cargo::build_release_tests(&[IN_USER_SPACE])?;

@@ -22,6 +22,9 @@ pub const BROWSER: &[&str] = &["chromium"];
 /// Packages that count instructions.
 pub const VALGRIND: &[&str] = &["valgrind"];
 
+/// Packages that read the recordings of `patchbay trace record --format trace-dat`.
+pub const TRACE_CMD: &[&str] = &["trace-cmd"];
+
 /// Packages that the tests with QEMU snapshots need.
 pub const SNAPSHOTS: &[&str] = &["qemu-utils"];
 

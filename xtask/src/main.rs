@@ -129,7 +129,7 @@ struct Test {
     #[arg(long = "tier", value_name = "N", value_parser = clap::value_parser!(u8).range(1..=3))]
     tiers: Vec<u8>,
     /// Kill a test after this many seconds
-    #[arg(long, default_value_t = 600, value_name = "SECONDS")]
+    #[arg(long, default_value_t = 1200, value_name = "SECONDS")]
     timeout: u64,
     /// Number of labs that run at the same time; each keeps one CPU busy [default: half the CPUs, 2
     /// to 4]

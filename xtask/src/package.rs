@@ -32,11 +32,8 @@ const PROGRAMS: &[(&str, &str)] = &[
 /// that could generate one.
 const AGENT_PAGE: &str = "guest-agent/patchbay-agent.8";
 
-/// The drop-in of patchbayd.service that lets the daemon attach to guests. It is installed where
-/// systemd does not read it, so the administrator decides whether to enable it.
-const ATTACH: &str = "fleet/node/patchbayd-attach.conf";
-
 const UNITS: &[&str] = &[
+    "attach/patchbay-attach.service",
     "fleet/node/patchbayd.service",
     "fleet/controller/patchbay-fleet.service",
     "vmm/patchbay@.service",
@@ -131,7 +128,6 @@ impl Programs {
         for unit in UNITS {
             tree.copy(unit, "usr/lib/systemd/system", 0o644)?;
         }
-        tree.copy(ATTACH, "usr/lib/patchbay", 0o644)?;
         let users = fs::read(host::repository().join(USERS))?;
         tree.put("usr/lib/sysusers.d/patchbay.conf", users, 0o644)?;
         tree.copy("xtask/package/policy.yaml", "etc/patchbay", 0o644)?;
@@ -197,7 +193,7 @@ impl Programs {
         tree.put(&format!("{name}/bin/patchbay-agent"), agent, 0o755)?;
         tree.page(&host::repository().join(AGENT_PAGE), &name)?;
         let agents = "guest-agent/patchbay-agent.service";
-        for unit in UNITS.iter().chain(&[agents, ATTACH, USERS]) {
+        for unit in UNITS.iter().chain(&[agents, USERS]) {
             tree.copy(unit, &format!("{name}/systemd"), 0o644)?;
         }
         tree.check_manual(&name)?;

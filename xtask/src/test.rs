@@ -50,6 +50,8 @@ const WITH_OTHERS: &[&str] = &[
     "patchbay-vmm-program::kvm_monitor",
     "patchbay-vmm::kvm_panic",
     "patchbay-vmm::kvm_registers",
+    "patchbay-vmm::kvm_snapshot",
+    "patchbay-vmm-program::kvm_snapshot",
     "patchbay-vmm-program::kvm_unit",
 ];
 
@@ -206,7 +208,13 @@ fn build(selection: &Selection) -> Result<[Vec<Test>; 3]> {
     if selection.wants(1) || selection.wants(3) {
         let mut targets = Vec::new();
         if selection.wants(1) {
-            targets.extend(["api_service", "images", "instructions", "stock"]);
+            targets.extend([
+                "api_service",
+                "images",
+                "instructions",
+                "simulation",
+                "stock",
+            ]);
         }
         if selection.wants(3) {
             targets.extend(["linux", "linux_*"]);
@@ -265,6 +273,7 @@ fn variables(
         ("patchbay-fleet", "Chromium", host::BROWSER),
         ("patchbay-fleet", "libfaketime", host::CLOCK),
         ("patchbay-vmm::instructions", "valgrind", host::VALGRIND),
+        ("patchbay-cli::commands", "trace-cmd", host::TRACE_CMD),
         ("patchbay-attach::libvirt", "libvirt", host::LIBVIRT),
         ("patchbay-attach::linux_host", "libvirt", host::LIBVIRT),
         ("patchbay-attach::linux_host", "etcd", host::ETCD),

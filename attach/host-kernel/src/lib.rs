@@ -42,5 +42,5 @@ pub use layout::LayoutError;
 pub use list::{ListedVm, Listing, Scanner, Verdict, list, read_file};
 pub use locks::Locks;
 pub use memory::{KernelMemory, ReadError, TransportError};
-pub use monitor::{Kind, Monitor};
+pub use monitor::{Kind, Monitor, option_value};
 pub use vm::{DirtyLogging, Protection, Refusal, Slot, Vcpu, Vm};

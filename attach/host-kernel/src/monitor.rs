@@ -76,18 +76,15 @@ impl Monitor {
                 false => Kind::Other,
             },
         };
-        let words: Vec<_> = command_line
-            .split(|byte| *byte == 0)
-            .map(String::from_utf8_lossy)
-            .collect();
-        let words: Vec<&str> = words.iter().map(AsRef::as_ref).collect();
+        let line = String::from_utf8_lossy(command_line);
+        let words: Vec<&str> = line.split('\0').collect();
         let name = match kind {
-            Kind::Qemu => value(&words, "name").and_then(qemu_name),
-            Kind::Firecracker => value(&words, "id").map(str::to_owned),
-            Kind::Patchbay | Kind::Crosvm => value(&words, "name").map(str::to_owned),
+            Kind::Qemu => option_value(&words, "name").and_then(qemu_name),
+            Kind::Firecracker => option_value(&words, "id").map(str::to_owned),
+            Kind::Patchbay | Kind::Crosvm => option_value(&words, "name").map(str::to_owned),
             // Cloud Hypervisor has no option for a guest's name.
             Kind::CloudHypervisor => {
-                let socket = value(&words, "api-socket").and_then(socket_name);
+                let socket = option_value(&words, "api-socket").and_then(socket_name);
                 socket.map(str::to_owned)
             }
             Kind::Libkrun if program == "krunvm" => krunvm_name(&words).map(str::to_owned),
@@ -106,8 +103,10 @@ fn contains(bytes: &[u8], part: &[u8]) -> bool {
     bytes.windows(part.len()).any(|window| window == part)
 }
 
-/// Returns the value of an option: `-option VALUE`, `--option VALUE` or `--option=VALUE`.
-fn value<'a>(words: &[&'a str], option: &str) -> Option<&'a str> {
+/// Returns the value of an option on a command line: `-option VALUE`, `--option VALUE` or
+/// `--option=VALUE`. The first word is the program.
+#[must_use]
+pub fn option_value<'a>(words: &[&'a str], option: &str) -> Option<&'a str> {
     let (mut found, mut is_next) = (None, false);
     for word in words.iter().skip(1) {
         if std::mem::take(&mut is_next) {

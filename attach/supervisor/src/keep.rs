@@ -2,6 +2,7 @@
 //! Starts attachers, and keeps one running for each target for as long as the target exists.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::convert::Infallible;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
@@ -9,15 +10,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use rustix::process::{Pid, Signal, kill_process};
 use tokio::process::{Child, Command};
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::MAX_TARGETS;
 use crate::backoff::{BACKOFF_FIRST, Backoff, LOOK_INTERVAL, runs};
+use crate::places::Places;
 use crate::queue::Queue;
 use crate::target::Target;
+use crate::vms::Earlier;
+use crate::{MAX_TARGETS, SETTLE};
 
 /// The option by which an attacher ends when its standard input does.
 const UNTIL_EOF: &str = "--until-eof";
@@ -35,8 +39,11 @@ pub struct Attacher {
     pub arguments: Vec<OsString>,
     /// The folder of the attachers' sockets.
     pub run_dir: PathBuf,
+    /// If true, sockets are named after their guests, so that `patchbay` finds them. If false,
+    /// `patchbayd` can tell by their names which guests were found by their processes.
+    pub names_sockets: bool,
     /// If true, attachers outlive this process, and a later one finds them. If false, attachers end
-    /// with this process, however it ends, and their sockets are named after their guests.
+    /// with this process, however it ends.
     pub outlives: bool,
 }
 
@@ -50,10 +57,9 @@ impl Attacher {
     /// Returns the socket of a target's attacher.
     #[must_use]
     pub fn socket(&self, target: &Target) -> PathBuf {
-        match self.outlives {
-            true => target.lasting_socket(&self.run_dir),
-            // `patchbay` looks for the guest of this name there.
-            false => self.run_dir.join(format!("{}.sock", target.name())),
+        match self.names_sockets {
+            true => self.run_dir.join(format!("{}.sock", target.name())),
+            false => target.lasting_socket(&self.run_dir),
         }
     }
 
@@ -85,10 +91,12 @@ impl Attacher {
     }
 }
 
-/// The targets, or a request to end the supervisor.
+/// The targets, and the requests to the tasks of all of them.
 #[derive(Clone, Debug, Default)]
 struct Wanted {
     targets: BTreeSet<Target>,
+    /// The number of times that SIGHUP was to be sent.
+    hangups: u64,
     ends: bool,
 }
 
@@ -126,8 +134,27 @@ impl Supervisor {
         }
     }
 
+    /// Attaches to every guest that is found, until the future is dropped. See `Places::search`
+    /// for `is_free` and `earlier`.
+    pub async fn run(
+        &mut self,
+        places: &mut Places,
+        is_free: impl Fn(&Target) -> bool,
+        earlier: impl Fn(&Target) -> Earlier,
+    ) {
+        loop {
+            self.set(places.search(&is_free, &earlier));
+            tokio::select! {
+                () = places.changed() => {}
+                is_domain = self.attacher_ended() => places.hurry(is_domain),
+            }
+            // The delay bounds the work, even if a process writes to a folder all the time.
+            tokio::time::sleep(SETTLE).await;
+        }
+    }
+
     /// Attaches to new targets. The attacher of a target that is gone is not started again.
-    pub fn set(&mut self, found: BTreeSet<Target>) {
+    pub(crate) fn set(&mut self, found: BTreeSet<Target>) {
         let has_more = found.len() > MAX_TARGETS;
         if has_more && !self.has_reported_most {
             tracing::error!(
@@ -156,9 +183,14 @@ impl Supervisor {
 
     /// Waits until an attacher has ended, perhaps because its guest has ended. Returns whether it
     /// was the attacher of a domain of libvirt.
-    pub async fn attacher_ended(&self) -> bool {
+    pub(crate) async fn attacher_ended(&self) -> bool {
         self.shared.ended.notify.notified().await;
         self.shared.ended.is_domain.swap(false, Ordering::Relaxed)
+    }
+
+    /// Sends SIGHUP to each attacher, which then opens its audit log again.
+    pub fn hang_up(&self) {
+        self.wanted.send_modify(|wanted| wanted.hangups += 1);
     }
 
     /// Ends all attachers that do not outlive this process, and waits until they have ended.
@@ -205,7 +237,7 @@ async fn keep(target: Target, shared: Arc<Shared>, mut wanted: watch::Receiver<W
             match attacher.spawn(&target, &socket) {
                 Ok(mut child) => {
                     tracing::info!(target = name, pid = child.id(), "attaching");
-                    let mut attended = std::pin::pin!(attend(&mut child, &mut wanted));
+                    let mut attended = std::pin::pin!(attend(&mut child, &socket, &mut wanted));
                     let status = tokio::select! {
                         status = &mut attended => status,
                         () = has_started(&socket), if permit.is_some() => {
@@ -258,27 +290,55 @@ async fn keep(target: Target, shared: Arc<Shared>, mut wanted: watch::Receiver<W
 /// Waits until an attacher serves its socket, or has had enough time for it. An attacher that was
 /// killed has left a socket that nobody serves.
 async fn has_started(socket: &Path) {
-    let socket_is_there = async {
-        while !runs(socket) {
-            tokio::time::sleep(START_INTERVAL).await;
-        }
-    };
-    let _ = tokio::time::timeout(START_PATIENCE, socket_is_there).await;
+    let _ = tokio::time::timeout(START_PATIENCE, is_served(socket)).await;
 }
 
-/// Waits for the end of an attacher. Ends it if this supervisor ends.
+async fn is_served(socket: &Path) {
+    while !runs(socket) {
+        tokio::time::sleep(START_INTERVAL).await;
+    }
+}
+
+/// Waits for the end of an attacher, and forwards SIGHUP to it. Ends it if this supervisor ends.
 async fn attend(
     child: &mut Child,
+    socket: &Path,
     wanted: &mut watch::Receiver<Wanted>,
 ) -> std::io::Result<ExitStatus> {
     // Waiting for a child would close its standard input.
     let input = child.stdin.take();
+    let pid = child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
+    let mut forwarder = wanted.clone();
     tokio::select! {
         status = child.wait() => return status,
+        never = forward(pid, socket, &mut forwarder) => match never {},
         _ = wanted.wait_for(|wanted| wanted.ends) => {}
     }
     drop(input);
     child.wait().await
+}
+
+/// Forwards each SIGHUP to a child that has not been waited for, so its number is no other
+/// process's. Does not return.
+async fn forward(
+    child: Option<Pid>,
+    socket: &Path,
+    wanted: &mut watch::Receiver<Wanted>,
+) -> Infallible {
+    let mut sent = wanted.borrow().hangups;
+    loop {
+        let more = wanted.wait_for(|wanted| wanted.hangups != sent).await;
+        let hangups = more.map(|wanted| wanted.hangups);
+        let (Ok(hangups), Some(child)) = (hangups, child) else {
+            return std::future::pending().await;
+        };
+        sent = hangups;
+        // While an attacher starts, the signal would end it.
+        is_served(socket).await;
+        if let Err(error) = kill_process(child, Signal::HUP) {
+            tracing::warn!(pid = child.as_raw_nonzero(), %error, "SIGHUP cannot be sent");
+        }
+    }
 }
 
 /// The end of an attacher.
@@ -372,6 +432,7 @@ mod tests {
             program,
             arguments: Vec::new(),
             run_dir: folder.to_owned(),
+            names_sockets: true,
             outlives: false,
         })
     }
@@ -430,6 +491,31 @@ mod tests {
         // The tests may run with settings of their own.
         let own = std::env::var(TUNABLES).unwrap_or_else(|_| SMALL_HEAP.to_owned());
         assert_eq!(tunables.trim_end(), own);
+        supervisor.end().await;
+    }
+
+    #[tokio::test]
+    async fn an_attacher_gets_a_sighup_once_it_serves_its_socket() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path();
+        // The shell runs a trap only between commands and while it waits for a child. It cannot
+        // trap a signal that was ignored when it started, as under nohup.
+        let script = format!(
+            "cd {}; exec env --default-signal=HUP sh -c '
+            exec 3<&0; while [ ! -e go ]; do sleep 0.01; done
+            trap \": >hung\" HUP; : >ready; cat <&3 & wait $!; wait $!'",
+            path.display()
+        );
+        let mut supervisor = supervisor(path, &script);
+        supervisor.set(BTreeSet::from([process(1)]));
+        until(|| path.join("started.1").exists()).await;
+        supervisor.hang_up();
+        // Until the trap is set, the signal would end the shell, and the next one gets none.
+        std::fs::write(path.join("go"), "").expect("room");
+        until(|| path.join("ready").exists()).await;
+        let socket = path.join(process(1).name() + ".sock");
+        let _listener = std::os::unix::net::UnixListener::bind(socket).expect("free");
+        until(|| path.join("hung").exists()).await;
         supervisor.end().await;
     }
 

@@ -59,8 +59,8 @@ impl Target {
         }
     }
 
-    /// Returns the socket of an attacher that outlives its supervisor. A later supervisor finds the
-    /// attacher by this socket.
+    /// Returns the socket of an attacher in the run directory of a daemon. It depends on the target
+    /// alone, so a later supervisor finds the attacher by it.
     #[must_use]
     pub fn lasting_socket(&self, run_dir: &Path) -> PathBuf {
         let mut hash = Sha256::new();

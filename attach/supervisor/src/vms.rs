@@ -189,7 +189,10 @@ impl Vms {
             found.vm = vm;
             self.found.insert(identity, found);
         }
-        let identities: Vec<Identity> = self.found.keys().copied().collect();
+        let mut identities: Vec<Identity> = self.found.keys().copied().collect();
+        // Names are given in the order in which the processes started: of several guests that want
+        // a name, the oldest gets it.
+        identities.sort_unstable_by_key(|&(pid, started)| (started, pid));
         for identity in identities {
             self.decide(identity, &is_free, &earlier);
         }

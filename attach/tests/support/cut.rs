@@ -18,8 +18,7 @@ use nix::unistd::Pid;
 use patchbay_attach::guest::{Paused, QemuGuest};
 use patchbay_attach::memory::Access;
 use patchbay_attach::{Options, PauseWay};
-use patchbay_guest::console::Console;
-use patchbay_guest::guest::{Guest, GuestDescription, Intended, Machine};
+use patchbay_guest::guest::{Guest, Intended};
 use patchbay_guest::memory::{Exchanged, GuestRam, Piece, Ram};
 use patchbay_guest::pause::PauseError;
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
@@ -29,6 +28,7 @@ use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, UpdateRequest};
 use patchbay_service::testing::found;
 use static_keys::Op;
 
+use super::wrapped::Wrapped;
 use super::{Accelerator, COUNTER, DEADLINE, Memory, Qemu, options, until};
 
 /// The variable that makes the test program run as the attacher to kill:
@@ -98,13 +98,20 @@ fn instruction(site: usize, on: bool) -> Vec<u8> {
     }
 }
 
-/// Returns the kernel's tables and memory, which are the same in every process.
-fn kernel() -> (KernelTables, Arc<InMemoryGuest>) {
-    let registry = Arc::new(Registry::default());
-    let keys = KEYS.map(|(name, sites)| TestKey::new(name, sites));
-    let guest = InMemoryGuest::boot(registry, &keys);
+/// Returns the tables and the memory of a kernel with these keys, which are the same in every
+/// process.
+pub fn kernel_of(keys: &[(&str, u64)]) -> (KernelTables, Arc<InMemoryGuest>) {
+    let keys = keys.iter().map(|(name, sites)| TestKey::new(name, *sites));
+    let keys: Vec<_> = keys.collect();
+    let guest = InMemoryGuest::boot(Arc::new(Registry::default()), &keys);
     let mut tables = found(&guest);
     tables.promises.text_gates = true;
+    (tables, guest)
+}
+
+/// Returns the kernel's tables and memory.
+fn kernel() -> (KernelTables, Arc<InMemoryGuest>) {
+    let (mut tables, guest) = kernel_of(&KEYS);
     let Contents::Found(kernel) = &mut tables.contents else {
         panic!("just made")
     };
@@ -201,16 +208,7 @@ pub fn cut(name: &str, accelerator: Accelerator, memory: Memory) {
         return;
     };
     let guest = qemu.attach(PauseWay::Freeze);
-    let (_, image) = kernel();
-    let zeros = [0; 4096];
-    for page in (0x1000..IMAGE_END).step_by(4096) {
-        let mut bytes = [0; 4096];
-        image.memory().read(page, &mut bytes).expect("memory");
-        let firmware = (0x4000..TEXT_PHYSICAL).contains(&page);
-        if bytes != zeros && !firmware {
-            guest.ram().write(page, &bytes).expect("RAM");
-        }
-    }
+    write_image(guest.ram(), &kernel().1);
     guest.ram().write(TEXT_PHYSICAL, &text()).expect("RAM");
     let start = (TEXT_PHYSICAL as u32).to_le_bytes();
     guest.ram().write(FLAG, &start).expect("RAM");
@@ -227,6 +225,19 @@ pub fn cut(name: &str, accelerator: Accelerator, memory: Memory) {
     kills += kill_after_each_byte(name, &qemu, Access::Auto, Killed::Attacher, false);
     kills += kill_after_each_byte(name, &qemu, Access::Auto, Killed::Counted, true);
     println!("{memory:?}: {kills} kills, no guest died");
+}
+
+/// Copies a made-up kernel into a guest, except to the memory of firmware and boot sector.
+pub fn write_image(ram: &GuestRam, image: &InMemoryGuest) {
+    let zeros = [0; 4096];
+    for page in (0x1000..IMAGE_END).step_by(4096) {
+        let mut bytes = [0; 4096];
+        image.memory().read(page, &mut bytes).expect("memory");
+        let firmware = (0x4000..TEXT_PHYSICAL).contains(&page);
+        if bytes != zeros && !firmware {
+            ram.write(page, &bytes).expect("RAM");
+        }
+    }
 }
 
 /// Kills attachers until one of them completes its change from `on`. Returns the number that were
@@ -396,6 +407,7 @@ fn attacher(word: &str, accelerator: Accelerator) -> ! {
     let guest = Arc::new(CutGuest {
         guest,
         ram: Arc::new(ram),
+        with: (),
     });
     let (tables, image) = kernel();
     let mut count = [0; 4];
@@ -430,7 +442,7 @@ fn attacher(word: &str, accelerator: Accelerator) -> ! {
 
 /// Returns the watchdog of this process. Polls, because a program that has just been started may
 /// have no command line yet.
-fn watchdog() -> Pid {
+pub fn watchdog() -> Pid {
     let mut found = None;
     until("the watchdog runs", || {
         let processes = fs::read_dir("/proc").expect("mounted").flatten();
@@ -480,12 +492,18 @@ impl Cutting {
             let more = more.to_le_bytes();
             self.ram.write(address, &more).expect("RAM");
         }
-        if let Some(watchdog) = self.watchdog {
-            kill(watchdog, Signal::SIGKILL).expect("it lives");
-            waitpid(watchdog, None).expect("a child");
-        }
-        raise(Signal::SIGKILL).expect("nothing forbids it");
+        die(self.watchdog);
     }
+}
+
+/// Kills the watchdog, if it is given, and then this process.
+pub fn die(watchdog: Option<Pid>) -> ! {
+    if let Some(watchdog) = watchdog {
+        kill(watchdog, Signal::SIGKILL).expect("it lives");
+        waitpid(watchdog, None).expect("a child");
+    }
+    raise(Signal::SIGKILL).expect("nothing forbids it");
+    unreachable!("it is killed")
 }
 
 impl PhysicalMemory for Cutting {
@@ -547,36 +565,7 @@ impl Ram for Cutting {
 }
 
 /// A guest with memory that kills this process.
-struct CutGuest {
-    guest: QemuGuest,
-    ram: GuestRam,
-}
-
-impl Machine for CutGuest {
-    fn description(&self) -> GuestDescription {
-        self.guest.description()
-    }
-
-    fn has_ended(&self) -> bool {
-        self.guest.has_ended()
-    }
-
-    fn shut_down(&self) {
-        self.guest.shut_down();
-    }
-
-    fn press_power_button(&self) {
-        self.guest.press_power_button();
-    }
-
-    fn take_back_press(&self) -> bool {
-        self.guest.take_back_press()
-    }
-
-    fn console(&self) -> &dyn Console {
-        self.guest.console()
-    }
-}
+type CutGuest = Wrapped<()>;
 
 impl Guest for CutGuest {
     type Paused<'a> = Paused<'a>;

@@ -29,7 +29,7 @@ const ENTRY: std::ops::Range<u64> = 0x100_0000..0x100_0008;
 
 /// Returns the path of a monitor's program. Prints a message and returns `None` if there is no such
 /// program.
-fn program(name: &str, folder: &Path) -> Option<PathBuf> {
+pub fn program(name: &str, folder: &Path) -> Option<PathBuf> {
     let monitors = std::env::var_os(MONITORS).map(PathBuf::from);
     let found = monitors.and_then(|monitors| {
         let program = monitors.join(name);
@@ -54,7 +54,7 @@ fn program(name: &str, folder: &Path) -> Option<PathBuf> {
 }
 
 /// Writes an ELF kernel with an entry for PVH that counts at [`COUNTER`], and returns its path.
-fn counter(folder: &Path) -> PathBuf {
+pub fn counter(folder: &Path) -> PathBuf {
     const CODE_AT: u64 = 0x1000;
     const NOTE_AT: u64 = 0x800;
     // again: inc dword [COUNTER]; jmp again
@@ -159,13 +159,14 @@ fn counts(pid: u32, name: &str) {
     conformance::lifecycle(&guest);
 }
 
-/// Writes Firecracker's configuration of a guest that counts.
-fn configuration(folder: &Path, kernel: &Path) -> PathBuf {
+/// Writes Firecracker's configuration of a guest that counts, and whose vsock device has this path.
+pub fn configuration(folder: &Path, kernel: &Path, vsock: &Path) -> PathBuf {
     let path = folder.join("config.json");
     let config = json!({
         "boot-source": { "kernel_image_path": kernel },
         "drives": [],
         "machine-config": { "vcpu_count": 2, "mem_size_mib": END >> 20 },
+        "vsock": { "guest_cid": 3, "uds_path": vsock },
     });
     fs::write(&path, config.to_string()).expect("room");
     path
@@ -180,7 +181,8 @@ pub fn counting_firecracker() {
     else {
         return;
     };
-    let config = configuration(folder.path(), &counter(folder.path()));
+    let vsock = folder.path().join("v.sock");
+    let config = configuration(folder.path(), &counter(folder.path()), &vsock);
     let mut monitor = Command::new(program);
     monitor.args(["--no-api", "--id", "counter-1", "--config-file"]);
     let monitor = monitor.arg(config).stdin(Stdio::null()).spawn();
@@ -205,7 +207,7 @@ pub fn counting_cloud_hypervisor() {
 }
 
 /// A process that is no child of this one, killed on drop.
-struct Other(u32);
+pub struct Other(pub u32);
 
 impl Drop for Other {
     fn drop(&mut self) {
@@ -213,23 +215,21 @@ impl Drop for Other {
     }
 }
 
-/// Tests Firecracker as its jailer starts it: as another user, with its own root folder and PID
-/// namespace.
-pub fn jailed_firecracker() {
-    let folder = tempfile::tempdir().expect("temporary folder");
-    let program = |name| program(name, folder.path());
+/// Starts a counting guest in Firecracker as its jailer does: as user 65534, with its own root
+/// folder and PID namespace. Returns its process and the root folder. Prints a message and returns
+/// `None` if this is not possible.
+pub fn jailed(folder: &Path) -> Option<(Other, PathBuf)> {
+    let program = |name| program(name, folder);
     let programs = || program("firecracker").zip(program("jailer"));
-    let Some((firecracker, jailer)) = readable().then(programs).flatten() else {
-        return;
-    };
+    let (firecracker, jailer) = readable().then(programs).flatten()?;
     if !rustix::process::geteuid().is_root() {
         eprintln!("SKIPPED: the jailer needs root");
-        return;
+        return None;
     }
-    let root = folder.path().join("jail/firecracker/jailed-1/root");
+    let root = folder.join("jail/firecracker/jailed-1/root");
     fs::create_dir_all(&root).expect("room");
     counter(&root);
-    configuration(&root, Path::new("/counter.elf"));
+    configuration(&root, Path::new("/counter.elf"), Path::new("v.sock"));
     // The program is linked with libraries, and finds only those inside its root folder.
     let libraries = Command::new("ldd").arg(&firecracker).output().expect("ldd");
     let libraries = String::from_utf8(libraries.stdout).expect("text");
@@ -246,7 +246,7 @@ pub fn jailed_firecracker() {
     jail.args(["--new-pid-ns", "--cgroup-version", "2", "--exec-file"]);
     jail.arg(firecracker)
         .arg("--chroot-base-dir")
-        .arg(folder.path().join("jail"));
+        .arg(folder.join("jail"));
     jail.args(["--", "--no-api", "--config-file", "config.json"]);
     assert!(
         jail.stdin(Stdio::null())
@@ -255,8 +255,15 @@ pub fn jailed_firecracker() {
             .success()
     );
     let pid = fs::read_to_string(root.join("firecracker.pid")).expect("it has started");
-    let monitor = Other(pid.trim().parse().expect("a number"));
-    counts(monitor.0, "jailed-1");
+    Some((Other(pid.trim().parse().expect("a number")), root))
+}
+
+/// Tests Firecracker in its jail.
+pub fn jailed_firecracker() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    if let Some((monitor, _)) = jailed(folder.path()) {
+        counts(monitor.0, "jailed-1");
+    }
 }
 
 /// Flips keys of a stock kernel without involving its monitor. Compares the discovered keys with

@@ -2,6 +2,7 @@
 //! Reads the log of a stock kernel from QEMU's memory, and compares it with the guest's own
 //! /dev/kmsg, record by record. Then the kernel panics.
 
+use std::cell::Cell;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
@@ -10,6 +11,7 @@ use std::time::{Duration, Instant};
 use patchbay_attach::PauseWay;
 use patchbay_guest::guest::Guest;
 use patchbay_guest::kernel_memory::KernelMemory;
+use patchbay_observe::KernelView;
 use patchbay_observe::log::{Batch, Follower, Record, Start, Terms};
 use patchbay_service::keys::Keys;
 use patchbay_service::keys::debug::DebugQueries;
@@ -92,11 +94,49 @@ pub fn log(accelerator: Accelerator) {
     wait_for(&boot.console, END_OF_PANIC, 1);
 
     // A second service reads the same log, although the guest has panicked.
-    let again = Reader::begin(&guest, &keys_of(&guest)).poll();
+    let mut second = Reader::begin(&guest, &keys_of(&guest));
+    let again = second.poll();
     assert_eq!(again, read, "read at once and bit by bit");
     let numbers = read.windows(2).all(|pair| pair[0].seq + 1 == pair[1].seq);
     assert!(numbers, "none is missing");
     println!("{accelerator:?}: {} records with the panic's", again.len());
+    Counted::print("an idle poll of the log", &second.memory, |view| {
+        assert!(second.follower.poll(view, ALL).records.is_empty());
+    });
+}
+
+/// A view that counts.
+pub struct Counted<'a> {
+    view: &'a KernelMemory,
+    reads: Cell<u64>,
+    bytes: Cell<usize>,
+}
+
+impl Counted<'_> {
+    /// Calls `poll` with a view of the memory, and prints the number of reads and bytes.
+    pub fn print(what: &str, view: &KernelMemory, poll: impl FnOnce(&Counted<'_>)) {
+        let counted = Counted {
+            view,
+            reads: Cell::default(),
+            bytes: Cell::default(),
+        };
+        let began = Instant::now();
+        poll(&counted);
+        let (reads, bytes, time) = (counted.reads, counted.bytes, began.elapsed());
+        println!(
+            "{what}: {} bytes in {} reads, {time:?}",
+            bytes.get(),
+            reads.get()
+        );
+    }
+}
+
+impl KernelView for Counted<'_> {
+    fn read(&self, address: u64, bytes: &mut [u8]) -> bool {
+        self.reads.set(self.reads.get() + 1);
+        self.bytes.set(self.bytes.get() + bytes.len());
+        KernelView::read(self.view, address, bytes)
+    }
 }
 
 struct Reader {

@@ -5,23 +5,28 @@
 pub mod adopt;
 pub mod all;
 pub mod bad_input;
+pub mod boot_events;
 pub mod cut;
 pub mod daemon;
 pub mod foreign;
 pub mod hostile;
 pub mod hotplug;
 pub mod huge_pages;
+pub mod hybrid_vsock;
 pub mod kill;
+pub mod kill_ledger;
 pub mod libvirt;
 pub mod log;
 pub mod migration;
 pub mod nested;
 pub mod process;
+pub mod program;
 mod qemu;
 pub mod relay;
 pub mod rollout;
 pub mod stock;
 pub mod trace;
+mod wrapped;
 
 use std::fs;
 use std::os::unix::net::UnixStream;

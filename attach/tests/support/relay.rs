@@ -18,7 +18,7 @@ use super::migration::{AFTER, BEFORE, announce};
 use super::{Accelerator, DEADLINE, Memory, Qemu, begun, checked, until};
 
 /// Timeout of a stop that gets no answer.
-const SHORT: Duration = Duration::from_millis(200);
+const SHORT: Duration = Duration::from_secs(1);
 
 /// The message that the relay loses next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -11,10 +11,13 @@ use patchbay_guest::guest::Guest;
 use patchbay_guest::kernel_memory::KernelMemory;
 use patchbay_observe::trace::{Batch, Event, Rings, Source, Start};
 use patchbay_proto::v1::trace_field::Value;
+use patchbay_service::keys::Keys;
 use patchbay_service::keys::registry::Look;
 use patchbay_service::testing::registry;
+use patchbay_service::trace::TracepointKeys;
 use patchbay_service::trace::decode::{Format, Page, Record};
 
+use super::log::Counted;
 use super::stock::{Boot, wait_for};
 use super::{Accelerator, Memory, PATIENCE};
 
@@ -36,13 +39,17 @@ while [ $n -lt 60 ]; do
     n=$((n + 1))
 done
 echo 0 > /t/instances/foo/tracing_on
+echo 0 > /t/instances/map/tracing_on
 echo 0 > /t/tracing_on
 cat /t/trace > /trace
 cat /t/instances/foo/trace > /foo
+cat /t/instances/map/trace > /map
 echo BEGIN OF TRACE
 cat /trace
 echo BEGIN OF FOO
 cat /foo
+echo BEGIN OF MAP
+cat /map
 echo BEGIN OF FORMATS
 cd /t/events
 cat block/*/format ftrace/*/format sched/*/format syscalls/*/format
@@ -51,7 +58,8 @@ while :; do
     usleep 100000
 done
 ";
-const COMMAND_LINE: &str = "console=ttyS0 panic=-1 quiet trace_buf_size=2M trace_event=sched:sched_switch,sched:sched_wakeup,sched:sched_process_exec,sched:sched_process_fork";
+/// Since 6.12, the rings of the instance `map` are in reserved memory.
+const COMMAND_LINE: &str = "console=ttyS0 panic=-1 quiet trace_buf_size=2M trace_event=sched:sched_switch,sched:sched_wakeup,sched:sched_process_exec,sched:sched_process_fork reserve_mem=2M:4096:map trace_instance=map@map,sched:sched_process_wait";
 const ALL: usize = 64 << 20;
 /// Fields that the kernel prints as `NAME=VALUE`, with the value that a record has.
 const PRINTED: &[&str] = &[
@@ -93,7 +101,9 @@ pub fn trace(accelerator: Accelerator) {
     let memory = KernelMemory::new(guest.ram(), log.page_table);
     let source = log.trace.expect("described");
     let instances = source.instances(&memory).expect("a list");
-    assert_eq!(instances.len(), 2, "{instances:?}");
+    let has_map = instances.contains(&"map".to_owned());
+    let expected = if has_map { 3 } else { 2 };
+    assert_eq!(instances.len(), expected, "{instances:?}");
     let find = |name: &str| source.instance(&memory, name).expect("listed");
     let mut formats = Formats::new(&memory, &source);
 
@@ -120,12 +130,17 @@ pub fn trace(accelerator: Accelerator) {
         formats.decode(&memory, &source, &batch)
     };
     let (whole, foo) = (read(""), read("foo"));
+    Counted::print("an idle poll of the rings of 2 CPUs", &memory, |view| {
+        assert!(follower.poll(view, ALL).chunks.is_empty());
+    });
+    let map = has_map.then(|| read("map"));
     assert_eq!(
         by_cpu(&whole),
         by_cpu(&followed),
         "read at once and bit by bit"
     );
     wait_for(&boot.console, "END OF TRACE", 1);
+    probes(&keys, has_map);
     let text = console().replace('\r', "");
     let part = |begin: &str, end: &str| {
         let (_, rest) = text.split_once(begin).expect("printed");
@@ -139,15 +154,66 @@ pub fn trace(accelerator: Accelerator) {
     );
     compare(
         "the instance",
-        &part("BEGIN OF FOO\n", "BEGIN OF FORMATS"),
+        &part("BEGIN OF FOO\n", "BEGIN OF MAP"),
         &foo,
         20,
     );
+    match map {
+        Some(map) => compare(
+            "the boot-mapped instance",
+            &part("BEGIN OF MAP\n", "BEGIN OF FORMATS"),
+            &map,
+            20,
+        ),
+        None => println!("SKIPPED: the kernel has no boot-mapped instance"),
+    }
     compare_formats(
         &part("BEGIN OF FORMATS\n", "END OF TRACE"),
         &memory,
         &source,
     );
+}
+
+/// Compares the probes of the tracepoints with the events that the guest has enabled.
+fn probes(keys: &Keys, has_map: bool) {
+    let began = Instant::now();
+    let facts = TracepointKeys::tracepoints(keys).expect("found");
+    println!("{} tracepoints in {:?}", facts.len(), began.elapsed());
+    let found = keys.describe().discovery.expect("discovered");
+    println!("{:?}", found.functions);
+    let began = Instant::now();
+    let events = TracepointKeys::events(keys);
+    println!("{} events in {:?}", events.len(), began.elapsed());
+    assert!(events.contains(&"sched:sched_switch".to_owned()));
+    let armed = facts.iter().filter(|facts| facts.probes != Some(0));
+    let armed: BTreeMap<&str, Vec<&str>> = armed
+        .map(|facts| {
+            let mut functions: Vec<_> = facts.functions.iter().map(String::as_str).collect();
+            functions.sort_unstable();
+            (&*facts.key, functions)
+        })
+        .collect();
+    let by_event = |class| format!("trace_event_raw_event_{class}");
+    let (switch, wakeup) = (by_event("sched_switch"), by_event("sched_wakeup_template"));
+    let (exec, fork) = (
+        by_event("sched_process_exec"),
+        by_event("sched_process_fork"),
+    );
+    let exit = by_event("sched_process_template");
+    let (names, wakes) = ("probe_sched_switch", "probe_sched_wakeup");
+    let mut expected = BTreeMap::from([
+        ("sched_process_exec", vec![&*exec]),
+        ("sched_process_exit", vec![&*exit]),
+        ("sched_process_fork", vec![&*fork]),
+        ("sched_switch", vec![names, &switch]),
+        ("sched_wakeup", vec![wakes, &wakeup]),
+        ("sched_wakeup_new", vec![wakes]),
+    ]);
+    let wait = by_event("sched_process_wait");
+    if has_map {
+        expected.insert("sched_process_wait", vec![&wait]);
+    }
+    assert_eq!(armed, expected);
 }
 
 /// Formats by the id of the event.

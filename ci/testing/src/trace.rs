@@ -70,14 +70,17 @@ impl Guest {
         TracepointsServiceClient::new(self.channel())
     }
 
-    /// Lists the armed tracepoints.
+    /// Lists the tracepoints that clients have armed.
     pub async fn armed(&mut self) -> Result<Vec<Tracepoint>> {
         let request = ListTracepointsRequest {
             armed_only: true,
             ..Default::default()
         };
         let listed = self.tracepoints().list_tracepoints(request).await?;
-        Ok(listed.into_inner().tracepoints)
+        let mut listed = listed.into_inner().tracepoints;
+        // The kernel itself attaches probes while an event is recorded.
+        listed.retain(|tracepoint| !tracepoint.armed_by.is_empty());
+        Ok(listed)
     }
 
     /// Waits for the agent; the guest must have been built with `agent()`.

@@ -2,6 +2,7 @@
 //! The command line of `patchbay guest`.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
@@ -49,6 +50,15 @@ pub enum GuestCommand {
         /// Cut the power if the guest has not powered off in time.
         #[arg(long, alias = "cut")]
         cut_after_timeout: bool,
+    },
+    /// Save the guest in a new folder, from which `guest run --from` starts copies.
+    ///
+    /// The guest is stopped until its memory is saved, for --timeout or 60s at most. The folder has
+    /// the guest's memory, with all its secrets: only this user may read it. The content of the
+    /// guest's disks is not saved. Copies have the guest's holds and claims.
+    Snapshot {
+        /// The folder, which must not exist.
+        folder: PathBuf,
     },
     /// Attach to the guest's serial console; Ctrl-] detaches.
     Console(ConsoleArgs),

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use crate::client::sockets::{CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE};
 use crate::complete;
 
 /// The options by which `patchbay rollout` finds the controller.
@@ -19,13 +20,13 @@ pub struct FleetTarget {
     #[arg(long, global = true, value_name = "PATH", help_heading = FLEET)]
     pub fleet_socket: Option<PathBuf>,
     /// Your certificate for --fleet, in PEM.
-    #[arg(long, global = true, value_name = "FILE", env = "PATCHBAY_FLEET_CERT", help_heading = FLEET)]
+    #[arg(long, global = true, value_name = "FILE", env = CERT_VARIABLE, help_heading = FLEET)]
     pub fleet_cert: Option<PathBuf>,
     /// Private key of --fleet-cert, in PEM.
-    #[arg(long, global = true, value_name = "FILE", env = "PATCHBAY_FLEET_KEY", help_heading = FLEET)]
+    #[arg(long, global = true, value_name = "FILE", env = KEY_VARIABLE, help_heading = FLEET)]
     pub fleet_key: Option<PathBuf>,
     /// CAs that may have issued the controller's certificate, in PEM.
-    #[arg(long, global = true, value_name = "FILE", env = "PATCHBAY_FLEET_CA", help_heading = FLEET)]
+    #[arg(long, global = true, value_name = "FILE", env = CA_VARIABLE, help_heading = FLEET)]
     pub fleet_ca: Option<PathBuf>,
 }
 

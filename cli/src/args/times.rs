@@ -42,7 +42,11 @@ pub fn time_in(
     range: RangeInclusive<Duration>,
 ) -> impl Fn(&str) -> Result<Duration, String> + Clone + Send + Sync + 'static {
     move |text| {
-        let time = parse_duration(text)?;
+        let time = match text.strip_prefix('-').map(parse_duration) {
+            // A time below every range.
+            Some(Ok(_)) => Duration::ZERO,
+            _ => parse_duration(text)?,
+        };
         match range.contains(&time) {
             true => Ok(time),
             false => Err(format!(

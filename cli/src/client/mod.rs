@@ -251,7 +251,7 @@ macro_rules! addressed {
 
 addressed! {
     DescribeGuestRequest WatchGuestRequest PauseGuestRequest ResumeGuestRequest ShutdownGuestRequest
-    StreamConsoleRequest
+    StreamConsoleRequest SnapshotGuestRequest
     ListStaticKeysRequest GetStaticKeyRequest ListDebugSitesRequest UpdateStaticKeysRequest ListUpdateResultsRequest
     PrepareUpdateRequest CommitUpdateRequest DiscardUpdateRequest WatchStaticKeysRequest
     ListHoldsRequest ReleaseHoldsRequest RenewHoldsRequest SetClaimsRequest ListClaimsRequest

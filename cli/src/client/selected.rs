@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Selects the guests of a command: one, or several at once.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
@@ -18,7 +18,7 @@ use crate::args::output::Output;
 use crate::args::target::Target;
 use crate::failure::{self, Failure, PARTLY};
 use crate::names::is_glob;
-use crate::print::{Answer, Printable, by_guest, complain, print, remark};
+use crate::print::{Answer, Printable, by_guest, complain, counted, print, remark};
 use crate::progress::Progress;
 
 /// Timeout for an endpoint's list of guests, so that one slow endpoint does not delay the others.
@@ -265,7 +265,9 @@ async fn many_of(target: &Target) -> Result<Vec<Member>, Failure> {
     let matching = Patterns::parse(patterns).map_err(|error| Failure::usage(error.to_string()))?;
     let mut members: BTreeMap<String, Vec<Result<Client, Failure>>> = BTreeMap::new();
     let mut denied = vec![];
+    let mut unknown = 0;
     for endpoint in endpoints(sockets_of(target)?, patterns).await {
+        unknown += u64::from(matches!(endpoint.guests, Heard::Denied(_)));
         match endpoint.guests {
             Heard::Dead => {}
             Heard::Guests(guests) => {
@@ -291,7 +293,7 @@ async fn many_of(target: &Target) -> Result<Vec<Member>, Failure> {
     }
     for name in patterns.iter().filter(|name| !is_glob(name)) {
         if !members.contains_key(name) {
-            members.insert(name.clone(), vec![Err(not_found(name, &[]))]);
+            members.insert(name.clone(), vec![Err(not_found(name, &[], unknown))]);
         }
     }
     if members.is_empty() {
@@ -324,7 +326,16 @@ async fn many_of(target: &Target) -> Result<Vec<Member>, Failure> {
     Ok(members.collect())
 }
 
-fn not_found(name: &str, names: &[String]) -> Failure {
+/// Returns the failure for a name that none of the `names` equals. `denied` is the number of
+/// sockets that this user may not use, so that their guests are not known.
+fn not_found(name: &str, names: &[String], denied: u64) -> Failure {
+    if denied > 0 {
+        return Failure::error(format!(
+            "no guest that this user may use is named {name:?}, and this user has no permission \
+             for {}; see `patchbay guest list`, or run the command as root",
+            counted(denied, "socket")
+        ));
+    }
     let near = failure::did_you_mean(name, names.iter().map(String::as_str));
     let near = if near.is_empty() {
         "; see `patchbay guest list`"
@@ -360,9 +371,15 @@ async fn find(name: &str) -> Result<Client, Failure> {
     let others = all.into_iter().filter(|socket| socket.name != name);
     let mut found = vec![];
     let mut names = vec![];
+    let mut denied = 0;
     for endpoint in endpoints(others.collect(), &[]).await {
-        let Heard::Guests(guests) = endpoint.guests else {
-            continue;
+        let guests = match endpoint.guests {
+            Heard::Guests(guests) => guests,
+            Heard::Denied(_) => {
+                denied += 1;
+                continue;
+            }
+            Heard::Failed(_) | Heard::Dead => continue,
         };
         for (status, client) in guests {
             if status.guest == name {
@@ -376,7 +393,7 @@ async fn find(name: &str) -> Result<Client, Failure> {
         (Some(client), _) if found.is_empty() => Ok(client),
         (Some(_), _) => Err(ambiguous(name)),
         (None, Some(failure)) => Err(failure),
-        (None, None) => Err(not_found(name, &names)),
+        (None, None) => Err(not_found(name, &names, denied)),
     }
 }
 
@@ -402,11 +419,31 @@ async fn the_only_one() -> Result<Client, Failure> {
         })),
         [socket] => Client::open(&socket.path, DEFAULT_TIMEOUT).await,
         _ => {
-            let names: Vec<String> = live.into_iter().map(|socket| socket.name).collect();
-            Err(Failure::usage(format!(
-                "several guests run: {}; choose with --guest or --all",
-                names.join(", ")
-            )))
+            let paths: Vec<String> = live.iter().map(|one| one.path.display().to_string()).collect();
+            // The name of a socket is not always that of a guest, and a socket can serve several.
+            let mut names = BTreeSet::new();
+            for endpoint in endpoints(live, &[]).await {
+                match endpoint.guests {
+                    Heard::Guests(guests) => {
+                        names.extend(guests.into_iter().map(|(status, _)| status.guest));
+                    }
+                    Heard::Failed(_) => {
+                        names.insert(endpoint.socket.name);
+                    }
+                    Heard::Denied(_) | Heard::Dead => {}
+                }
+            }
+            let names: Vec<String> = names.into_iter().collect();
+            Err(Failure::usage(match names.len() {
+                0 | 1 => format!(
+                    "several sockets are served: {}; choose with --socket",
+                    paths.join(", ")
+                ),
+                _ => format!(
+                    "several guests run: {}; choose with --guest or --all",
+                    names.join(", ")
+                ),
+            }))
         }
     }
 }

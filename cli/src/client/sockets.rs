@@ -13,6 +13,10 @@ pub const CONTROLLER: &str = "/run/patchbay-fleet/fleet.sock";
 pub const CONTROLLER_VARIABLE: &str = "PATCHBAY_FLEET_SOCKET";
 /// The environment variable that names replicas of the controller if --fleet is not given.
 pub const FLEET_VARIABLE: &str = "PATCHBAY_FLEET";
+/// The environment variables that name the files of --fleet.
+pub const CERT_VARIABLE: &str = "PATCHBAY_FLEET_CERT";
+pub const KEY_VARIABLE: &str = "PATCHBAY_FLEET_KEY";
+pub const CA_VARIABLE: &str = "PATCHBAY_FLEET_CA";
 
 const SUFFIX: &str = "sock";
 /// The socket's name in the folder of a guest that is a systemd unit: NAME/api.sock.

@@ -259,7 +259,7 @@ async fn follow_console(client: &Client, offset: u64) -> Result<(), Failure> {
         let text = String::from_utf8_lossy(&chunk?.output)
             .replace('\r', "")
             .replace('\t', "        ");
-        write(&harmless(&text))?;
+        write(harmless(&text))?;
     }
     Err(Failure::ended("stream"))
 }

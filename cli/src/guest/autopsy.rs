@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use clap::Args;
-use patchbay_proto::text::printable_json;
 use patchbay_proto::v1;
 use serde::Serialize;
 use tokio_stream::StreamExt;
@@ -18,14 +17,14 @@ use crate::args::output::Output;
 use crate::client::{Client, lists};
 use crate::failure::Failure;
 use crate::keys::claims::Claim;
-use crate::print::{Printable, print};
+use crate::print::{Printable, json_line, print};
 use crate::text::harmless;
 use crate::trace::view::{Event, Line, Losses, Tracepoint, lines, rfc3339};
 use crate::view::{GuestDetails, Hold, ListedKey};
 
-/// The maximum number of records of the log that are kept. The kernel's largest log has some
-/// million.
-const MAX_RECORDS: usize = 1 << 20;
+/// The maximum number of bytes of the log's records as JSON that are kept. A panic is at the end,
+/// so the oldest records are left out.
+const MAX_LOG_BYTES: usize = 32 << 20;
 
 #[derive(Debug, Args)]
 pub struct AutopsyArgs {
@@ -47,7 +46,8 @@ pub struct Autopsy {
     at: String,
     guest: Option<GuestDetails>,
     log: Log,
-    /// By the name of the instance; the top level has the empty name.
+    /// The newest events of each ring buffer, by the name of its tracefs instance. The name of the
+    /// top level is empty.
     rings: BTreeMap<String, Ring>,
     tracepoints: Vec<Tracepoint>,
     /// The keys that are not as the kernel was built, that are held, or that are quarantined.
@@ -62,9 +62,21 @@ pub struct Autopsy {
 struct Log {
     /// The records that the kernel had overwritten, or never finished.
     lost: u64,
-    records: Vec<LogLine>,
+    /// The number of the oldest records that are left out because the log is too long.
+    left_out: u64,
+    records: VecDeque<Record>,
+}
+
+#[derive(Debug, Serialize)]
+struct Record {
+    #[serde(flatten)]
+    line: LogLine,
+    /// The record as `dmesg` shows it.
     #[serde(skip)]
     text: String,
+    /// The size of `line` as JSON in bytes.
+    #[serde(skip)]
+    size: usize,
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -106,7 +118,7 @@ impl Autopsy {
             let ring = found.part("rings", ring);
             found.rings.insert(instance.clone(), ring);
         }
-        let guest = guest(client).await.map(Some);
+        let guest = super::describe(client).await.map(Some);
         found.guest = found.part("guest", guest);
         let request = v1::ListStaticKeysRequest::default();
         let keys = lists::keys(client, request).await;
@@ -132,24 +144,24 @@ impl Autopsy {
         found
     }
 
-    fn json(&self) -> Result<String, Failure> {
-        let text = serde_json::to_string(self);
-        let text = text.map_err(|error| Failure::error(format!("no JSON: {error}")))?;
-        Ok(printable_json(&text).into_owned() + "\n")
-    }
-
     /// Writes the JSON to a file that only its owner can read, because the log and the events of a
     /// guest are secret.
     fn save(&self, path: &Path) -> Result<(), Failure> {
-        let text = self.json()?;
+        let text = json_line(self)?;
         let written = || {
             let mut options = std::fs::File::options();
             options.write(true).create(true).truncate(true).mode(0o600);
             let mut file = options.open(path)?;
-            // A file that exists keeps its mode.
-            file.set_permissions(std::fs::Permissions::from_mode(0o600))?;
+            // A file that exists has kept its mode. A device, as /dev/null, belongs to all.
+            let is_file = file.metadata()?.is_file();
+            if is_file {
+                file.set_permissions(std::fs::Permissions::from_mode(0o600))?;
+            }
             file.write_all(text.as_bytes())?;
-            file.sync_all()
+            match is_file {
+                true => file.sync_all(),
+                false => Ok(()),
+            }
         };
         written().map_err(|error| {
             Failure::error(format!("{} cannot be written: {error}", path.display()))
@@ -198,10 +210,14 @@ impl Printable for Autopsy {
             };
             section(&mut text, &heading, &events);
         }
-        let mut log = self.log.text.clone();
+        let mut log = String::new();
         if self.log.lost > 0 {
-            log = format!("({} messages are lost)\n{log}", self.log.lost);
+            log = format!("({} messages are lost)\n", self.log.lost);
         }
+        if self.log.left_out > 0 {
+            log += &format!("({} older messages are left out)\n", self.log.left_out);
+        }
+        log.extend(self.log.records.iter().map(|record| record.text.as_str()));
         section(&mut text, "Log", &log);
         text
     }
@@ -209,18 +225,6 @@ impl Printable for Autopsy {
     fn names(&self) -> Vec<&str> {
         self.keys.iter().map(|key| key.name.as_str()).collect()
     }
-}
-
-/// Describes the guest.
-///
-/// # Errors
-/// [`Failure`] with the sentence for the operator.
-pub async fn guest(client: &Client) -> Result<GuestDetails, Failure> {
-    let request = client.request(v1::DescribeGuestRequest::default());
-    let answer = client.guest().describe_guest(request).await?.into_inner();
-    let name = answer.status.clone().unwrap_or_default().guest;
-    let socket = client.socket().display().to_string();
-    Ok(GuestDetails::described(name, socket, answer))
 }
 
 async fn log_of(client: &Client) -> Result<Log, Failure> {
@@ -233,16 +237,23 @@ async fn log_of(client: &Client) -> Result<Log, Failure> {
     let stream = client.tracepoints().stream_kernel_log(request).await?;
     let mut stream = stream.into_inner();
     let (mut log, mut is_memory) = (Log::default(), false);
+    let mut bytes = 0;
     while let Some(message) = stream.next().await {
         let message = message?;
         is_memory |= message.source() == v1::KernelLogSource::Memory;
         log.lost = log.lost.saturating_add(message.lost);
         for record in message.records {
-            if log.records.len() == MAX_RECORDS {
-                return Ok(log);
+            let text = log::text(&record);
+            let line = log::line(record, is_memory);
+            let size = json_line(&line)?.len();
+            log.records.push_back(Record { line, text, size });
+            bytes += size;
+            while bytes > MAX_LOG_BYTES
+                && let Some(oldest) = log.records.pop_front()
+            {
+                bytes -= oldest.size;
+                log.left_out += 1;
             }
-            log.text.push_str(&log::text(&record));
-            log.records.push(log::line(record, is_memory));
         }
     }
     Ok(log)

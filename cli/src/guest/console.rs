@@ -11,6 +11,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use crate::args::guest::ConsoleArgs;
 use crate::client::Client;
 use crate::failure::Failure;
+use crate::print;
 
 /// The key Ctrl-].
 const DETACH: u8 = 0x1d;
@@ -89,16 +90,16 @@ pub async fn console(client: &Client, arguments: &ConsoleArgs) -> Result<(), Fai
     let printing = async {
         while let Some(message) = output.next().await {
             let bytes = message?.output;
-            let mut out = std::io::stdout().lock();
-            std::io::Write::write_all(&mut out, &bytes)?;
-            std::io::Write::flush(&mut out)?;
+            if let Err(error) = print::try_write(&bytes) {
+                return Ok(Err(error));
+            }
         }
-        Ok::<(), Failure>(())
+        Ok::<std::io::Result<()>, Failure>(Ok(()))
     };
     let result = tokio::select! {
-        () = typing => Ok(()),
+        () = typing => Ok(Ok(())),
         result = printing => result,
     };
     drop(terminal);
-    result
+    print::written(result?)
 }

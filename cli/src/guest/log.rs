@@ -4,7 +4,6 @@
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use patchbay_proto::text::printable_json;
 use patchbay_proto::v1;
 use serde::Serialize;
 use tokio_stream::StreamExt;
@@ -13,7 +12,7 @@ use crate::args::output::{LogFormat, Output, OutputArgument, log_format_parser};
 use crate::args::times::{self, time_in};
 use crate::client::{Client, to_proto};
 use crate::failure::Failure;
-use crate::print::{complain, write};
+use crate::print::{complain, json_line, write};
 use crate::text::harmless;
 
 /// The levels, from 0 on, as dmesg names them.
@@ -33,7 +32,7 @@ pub struct LogArgs {
     pub follow: bool,
     /// Only records that are at most this much older than the newest one, 1ms to 365d: for example
     /// 5m.
-    #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
+    #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME", allow_hyphen_values = true)]
     pub since: Option<Duration>,
     /// Begin with the record of this sequence number, 0 to 18446744073709551615.
     #[arg(long, value_name = "NUMBER", conflicts_with = "since")]
@@ -207,10 +206,7 @@ fn export(record: &v1::KernelLogRecord) -> Vec<u8> {
 }
 
 fn json(value: &impl Serialize, out: &mut Vec<u8>) -> Result<(), Failure> {
-    let line = serde_json::to_string(value)
-        .map_err(|error| Failure::error(format!("the record cannot be printed: {error}")))?;
-    out.extend_from_slice(printable_json(&line).as_bytes());
-    out.push(b'\n');
+    out.extend_from_slice(json_line(value)?.as_bytes());
     Ok(())
 }
 

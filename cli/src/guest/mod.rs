@@ -5,6 +5,7 @@ pub mod autopsy;
 pub mod console;
 pub mod log;
 pub mod run;
+mod snapshot;
 mod wait;
 
 use std::time::Duration;
@@ -87,6 +88,18 @@ async fn details(client: &Client, status: v1::GuestStatus, socket: String) -> vi
     }
 }
 
+/// Describes the guest.
+///
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+async fn describe(client: &Client) -> Result<view::GuestDetails, Failure> {
+    let request = client.request(v1::DescribeGuestRequest::default());
+    let answer = client.guest().describe_guest(request).await?.into_inner();
+    let name = answer.status.clone().unwrap_or_default().guest;
+    let socket = client.socket().display().to_string();
+    Ok(view::GuestDetails::described(name, socket, answer))
+}
+
 /// Runs one subcommand.
 ///
 /// # Errors
@@ -102,7 +115,7 @@ pub async fn run(
         GuestCommand::List { patterns } => list(target, patterns, output).await,
         GuestCommand::Run(arguments) => run::become_monitor(target, arguments),
         GuestCommand::Describe => {
-            let verb = async |client: Client| Ok(autopsy::guest(&client).await?.into());
+            let verb = async |client: Client| Ok(describe(&client).await?.into());
             selected().await?.run(output, "describing", verb).await
         }
         GuestCommand::Wait { state } => {
@@ -158,6 +171,10 @@ pub async fn run(
             };
             let what = format!("waiting up to {timeout:?} for the power button to be obeyed");
             selected().await?.run(output, &what, verb).await
+        }
+        GuestCommand::Snapshot { folder } => {
+            let client = selected().await?.one("guest snapshot")?;
+            snapshot::snapshot(&client, &folder, timeout, output).await
         }
         GuestCommand::Console(arguments) => {
             console::console(&selected().await?.one("guest console")?, &arguments).await

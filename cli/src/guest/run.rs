@@ -170,5 +170,5 @@ fn help() -> Result<(), Failure> {
             install(&program)
         ),
     };
-    write(&format!("{ours}\n{theirs}"))
+    write(format!("{ours}\n{theirs}"))
 }

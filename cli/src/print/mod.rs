@@ -159,14 +159,22 @@ pub fn print(output: Output, value: &impl Printable) -> Result<(), Failure> {
 /// The output cannot be written.
 pub fn print_streamed(output: Output, value: &impl Printable) -> Result<(), Failure> {
     let text = match output {
-        Output::Json => serde_json::to_string(value)
-            .map(|line| printable_json(&line).into_owned() + "\n")
-            .map_err(unprintable)?,
+        Output::Json => json_line(value)?,
         Output::Yaml => format!("---\n{}", yaml(value)?),
         Output::Table => harmless(&value.table()),
         Output::Name => lines(&value.names()),
     };
     write(&text)
+}
+
+/// Returns a value as JSON on one line.
+///
+/// # Errors
+/// The value has no representation in JSON.
+pub fn json_line(value: &impl Serialize) -> Result<String, Failure> {
+    serde_json::to_string(value)
+        .map(|line| printable_json(&line).into_owned() + "\n")
+        .map_err(unprintable)
 }
 
 fn json(value: &impl Serialize) -> Result<String, Failure> {
@@ -183,7 +191,44 @@ fn printable_lines(json: &str) -> String {
 }
 
 fn yaml(value: &impl Serialize) -> Result<String, Failure> {
-    serde_yaml_ng::to_string(value).map_err(unprintable)
+    serde_yaml_ng::to_string(value)
+        .map(|text| quote_words(&text))
+        .map_err(unprintable)
+}
+
+/// Quotes values in YAML that are texts in YAML 1.2 and booleans for readers of YAML 1.1.
+fn quote_words(yaml: &str) -> String {
+    const WORDS: [&str; 6] = ["y", "n", "yes", "no", "on", "off"];
+    let mut text = String::with_capacity(yaml.len());
+    // The column of the key or dash whose text is a block of lines that must not be changed.
+    let mut block: Option<usize> = None;
+    for line in yaml.lines() {
+        let mut value = line.trim_start_matches(' ');
+        let mut column = line.len() - value.len();
+        if block.is_some_and(|start| value.is_empty() || column > start) {
+            text += line;
+            text.push('\n');
+            continue;
+        }
+        let mut start = column;
+        while let Some(item) = value.strip_prefix("- ") {
+            start = column;
+            column += 2;
+            value = item;
+        }
+        if let Some((_, of_key)) = value.split_once(": ") {
+            start = column;
+            value = of_key;
+        }
+        block = value.starts_with(['|', '>']).then_some(start);
+        if WORDS.iter().any(|word| word.eq_ignore_ascii_case(value)) {
+            text += &format!("{}\"{value}\"\n", &line[..line.len() - value.len()]);
+        } else {
+            text += line;
+            text.push('\n');
+        }
+    }
+    text
 }
 
 fn unprintable(error: impl std::error::Error) -> Failure {
@@ -203,8 +248,25 @@ fn lines(names: &[&str]) -> String {
 /// The output cannot be written. If standard output is a closed pipe, the process ends without a
 /// message instead, as if it were killed by SIGPIPE.
 pub fn write(text: impl AsRef<[u8]>) -> Result<(), Failure> {
+    written(try_write(text))
+}
+
+/// Writes to standard output, for callers that have something to restore before [`written`].
+///
+/// # Errors
+/// The output cannot be written.
+pub fn try_write(text: impl AsRef<[u8]>) -> std::io::Result<()> {
     let mut out = std::io::stdout().lock();
-    match out.write_all(text.as_ref()).and_then(|()| out.flush()) {
+    out.write_all(text.as_ref())?;
+    out.flush()
+}
+
+/// Handles the result of [`try_write`] like [`write()`].
+///
+/// # Errors
+/// The output cannot be written, and standard output is not a closed pipe.
+pub fn written(result: std::io::Result<()>) -> Result<(), Failure> {
+    match result {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(141),
         result => Ok(result?),
     }
@@ -320,5 +382,25 @@ mod tests {
     fn json_does_not_act_on_a_terminal() {
         let text = json(&["a\u{9b}\u{7f}\u{202e}\n", "b"]).expect("JSON");
         assert_eq!(text, "[\n  \"a\\u009b\\u007f\\u202e\\n\",\n  \"b\"\n]\n");
+    }
+
+    #[test]
+    fn yaml_has_no_texts_that_older_readers_take_for_booleans() {
+        let value = serde_json::json!([
+            {"want": "on", "other": "Off", "text": "a: on\n\n  - no\nyes\n", "last": "only on"},
+            "NO",
+            "b: on\nc: off",
+            ["y", {"x": "n", "z: on": "z: on", "t": true}],
+        ]);
+        let text = yaml(&value).expect("YAML");
+        assert!(text.contains("want: \"on\"\n"), "{text}");
+        assert!(text.contains("other: \"Off\"\n"), "{text}");
+        assert!(text.contains("- \"NO\"\n"), "{text}");
+        assert!(
+            text.contains("last: only on\n") && text.contains("t: true\n"),
+            "{text}"
+        );
+        let read: serde_json::Value = serde_yaml_ng::from_str(&text).expect("YAML");
+        assert_eq!(read, value, "{text}");
     }
 }

@@ -70,9 +70,9 @@ pub async fn run(
         let screen = Screen::new(output, format.is_wide());
         return Failure::after(timeout, watch::watch(&place, rollout, screen)).await;
     }
-    replicas::at_leader(&place, |channel| {
+    replicas::at_leader(&place, async |channel| {
         let controller = Controller::new(channel, timeout);
-        run_at(controller, command.clone(), plan.clone(), output)
+        run_at(controller, command.clone(), plan.clone(), output).await
     })
     .await
 }
@@ -437,7 +437,8 @@ pub fn failed(status: Status) -> Refused {
              done, and allow more time with --timeout",
         ),
         Code::Unimplemented => Failure::error(
-            "the controller does not know this call: it is of another version; update it",
+            "the controller does not know this call: it is of another version, or the socket is \
+             not that of a controller; update it, or give another --fleet-socket",
         ),
         Code::Unknown => {
             // In TLS 1.3 the peer refuses a certificate after the connection is made.

@@ -90,10 +90,10 @@ impl FleetTarget {
 ///
 /// # Errors
 /// The failure of the command, or the reason why no leader was found.
-pub async fn at_leader<F>(place: &Place, command: impl Fn(Channel) -> F) -> Result<(), Failure>
-where
-    F: Future<Output = Result<(), Refused>>,
-{
+pub async fn at_leader<T>(
+    place: &Place,
+    mut command: impl AsyncFnMut(Channel) -> Result<T, Refused>,
+) -> Result<T, Failure> {
     let (files, addresses) = match place {
         Place::Socket(socket) => {
             let channel = client::channel(socket).await;
@@ -121,24 +121,24 @@ where
     let (mut hops, mut failure) = (0, Failure::error("no controller is given"));
     while let Some(address) = next {
         asked.push(address.clone());
-        let channel = match connect(files, &address).await {
-            Ok(channel) => channel,
+        let leader = match connect(files, &address).await {
             Err(why) => {
                 let cause = why.cause;
                 failure = Failure::error(format!(
                     "no controller answers at {address} ({cause}); check that it runs, and that its \
                      certificate is for this address and from a CA of --fleet-ca"
                 ));
-                next = given.find(|address| !asked.contains(address));
-                continue;
+                None
             }
+            Ok(channel) => match command(channel).await {
+                Ok(done) => return Ok(done),
+                Err(Refused::Failed(failure)) => return Err(failure),
+                Err(Refused::NotLeader { leader, message }) => {
+                    failure = Failure::error(format!("{address}: {message}"));
+                    leader
+                }
+            },
         };
-        let (leader, message) = match command(channel).await {
-            Ok(()) => return Ok(()),
-            Err(Refused::Failed(failure)) => return Err(failure),
-            Err(Refused::NotLeader { leader, message }) => (leader, message),
-        };
-        failure = Failure::error(format!("{address}: {message}"));
         next = match leader {
             None => given.find(|address| !asked.contains(address)),
             Some(leader) if hops == MAX_HOPS || asked.contains(&leader) => {

@@ -4,11 +4,9 @@
 
 use std::collections::HashSet;
 use std::io::{IsTerminal, stdout};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use patchbay_proto::fleet::v1;
-use tokio::sync::Mutex;
 use tonic::{Code, Status as Error};
 
 use super::replicas::{Place, Refused, at_leader};
@@ -64,14 +62,14 @@ impl Screen {
             Output::Table if self.redraws => self.redraw(),
             Output::Table => {
                 let text = Status::lasting(&self.last, self.is_wide).table();
-                write(&harmless(&changed(&mut self.lines, &text)))
+                write(harmless(&changed(&mut self.lines, &text)))
             }
             output => print_streamed(output, &Status::lasting(&self.last, self.is_wide)),
         }
     }
 
     fn redraw(&self) -> Result<(), Failure> {
-        write(&redrawn(&harmless(
+        write(redrawn(&harmless(
             &Status::now(&self.last, self.is_wide).table(),
         )))
     }
@@ -111,11 +109,11 @@ fn is_passing(error: &Error) -> bool {
 /// The state of a watch, which is kept across connections.
 struct Watch {
     rollout: String,
-    screen: Mutex<Screen>,
+    screen: Screen,
     /// A leader has answered since the last failure.
-    is_followed: AtomicBool,
+    is_followed: bool,
     /// The leader refused the watch or reported its end, so it must not be repeated.
-    is_final: AtomicBool,
+    is_final: bool,
 }
 
 /// Shows the rollout until it ends.
@@ -124,23 +122,23 @@ struct Watch {
 /// No leader answers the first call, the leader refuses the watch, or the rollout has ended and is
 /// not completed.
 pub async fn watch(place: &Place, rollout: String, screen: Screen) -> Result<(), Failure> {
-    let watch = Watch {
+    let mut watch = Watch {
         rollout,
-        screen: Mutex::new(screen),
-        is_followed: AtomicBool::new(false),
-        is_final: AtomicBool::new(false),
+        screen,
+        is_followed: false,
+        is_final: false,
     };
     let mut delay = None;
     loop {
-        let followed = at_leader(place, |channel| {
-            watch.follow(Controller::new(channel, None))
+        let followed = at_leader(place, async |channel| {
+            watch.follow(Controller::new(channel, None)).await
         });
         let failure = match followed.await {
             Ok(()) => return Ok(()),
-            Err(failure) if watch.is_final.load(Ordering::Relaxed) => return Err(failure),
+            Err(failure) if watch.is_final => return Err(failure),
             Err(failure) => failure,
         };
-        if watch.is_followed.swap(false, Ordering::Relaxed) {
+        if std::mem::take(&mut watch.is_followed) {
             complain(&format!(
                 "the controller does not answer; trying again: {}",
                 failure.message
@@ -158,40 +156,33 @@ pub async fn watch(place: &Place, rollout: String, screen: Screen) -> Result<(),
 
 impl Watch {
     /// Shows the changes that one leader reports.
-    async fn follow(&self, controller: Controller) -> Result<(), Refused> {
-        let ended = self.changes(&controller).await;
-        if let Err(error) = ended {
-            let is_final = !is_passing(&error);
-            self.is_final.store(is_final, Ordering::Relaxed);
+    async fn follow(&mut self, controller: Controller) -> Result<(), Refused> {
+        if let Err(error) = self.changes(&controller).await {
+            self.is_final = !is_passing(&error);
             return Err(failed(error));
         }
         // The stream does not contain the guests, which also determine the exit code.
         let rollout = controller.get(self.rollout.clone()).await?;
-        self.is_final.store(true, Ordering::Relaxed);
+        self.is_final = true;
         Ok(partly(&rollout)?)
     }
 
-    async fn changes(&self, controller: &Controller) -> Result<(), Error> {
+    async fn changes(&mut self, controller: &Controller) -> Result<(), Error> {
         let rollout = self.rollout.clone();
         let request = traced(v1::WatchRequest { rollout });
-        let mut changes = controller
-            .rollouts
-            .clone()
-            .watch(request)
-            .await?
-            .into_inner();
-        let mut screen = self.screen.lock().await;
+        let changes = controller.rollouts.clone().watch(request).await?;
+        let mut changes = changes.into_inner();
         let mut tick = tokio::time::interval(TICK);
         loop {
             let shown = tokio::select! {
                 change = changes.message() => match change? {
                     None => return Ok(()),
                     Some(change) => {
-                        self.is_followed.store(true, Ordering::Relaxed);
-                        screen.show(change.rollout.unwrap_or_default().into())
+                        self.is_followed = true;
+                        self.screen.show(change.rollout.unwrap_or_default().into())
                     }
                 },
-                _ = tick.tick(), if screen.redraws => screen.redraw(),
+                _ = tick.tick(), if self.screen.redraws => self.screen.redraw(),
             };
             shown.map_err(|failure| Error::cancelled(failure.message))?;
         }

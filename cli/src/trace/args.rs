@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use clap::builder::NonEmptyStringValueParser;
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 
 use crate::args::keys::Force;
 use crate::args::output::OutputArgument;
@@ -22,7 +22,8 @@ pub enum TraceCommand {
         /// Globs; all if there is none.
         #[arg(add = complete::events())]
         patterns: Vec<String>,
-        /// Only armed tracepoints.
+        /// Only tracepoints with a probe: those that clients have armed, and those that the guest
+        /// itself has armed (command line, tracefs, perf, BPF, modules).
         #[arg(long)]
         armed: bool,
         /// Fail if the agent in the guest does not answer.
@@ -40,7 +41,7 @@ pub enum TraceCommand {
         switch: SwitchArgs,
         /// The service parks the events for this client after this time, 1ms to 365d: for example
         /// 10m.
-        #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
+        #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME", allow_hyphen_values = true)]
         ttl: Option<Duration>,
     },
     /// Park firing events; needs no help from the guest.
@@ -74,13 +75,16 @@ pub enum TraceCommand {
         #[arg(short = 'n', long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..=1_000_000_000_000))]
         events: Option<u64>,
     },
-    /// Record events as a timeline for ui.perfetto.dev or chrome://tracing.
+    /// Record events in a file, for ui.perfetto.dev or for trace-cmd.
     Record {
         #[command(flatten)]
         stream: StreamArgs,
-        /// The file to write (Chrome trace JSON).
-        // Its id is that of the global output option, so it replaces that option: a recording has
-        // only one format.
+        /// The format of the file.
+        #[arg(long, value_enum, default_value_t)]
+        format: Format,
+        /// The file to write.
+        // Its id is that of the global output option, so it replaces that option: the format of a
+        // recording is another one.
         #[arg(short, long, required = true, value_name = "FILE", value_parser = crate::args::output::file)]
         output: OutputArgument,
         /// End after this time, 1us to 365d: for example 10s; without it, at Ctrl-C.
@@ -97,6 +101,17 @@ pub enum TraceCommand {
     Agent,
 }
 
+/// The format of a recording.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// A timeline for ui.perfetto.dev or chrome://tracing (Chrome trace JSON).
+    #[default]
+    Perfetto,
+    /// trace.dat of version 7, for trace-cmd 3.0 or later and KernelShark; the events are read in
+    /// the guest's memory.
+    TraceDat,
+}
+
 #[derive(Debug, Args)]
 pub struct ArmArgs {
     /// Events; - reads them from standard input.
@@ -106,7 +121,7 @@ pub struct ArmArgs {
     pub probe: Probe,
     /// The service disarms the events for this client after this time, 1ms to 365d: for example
     /// 10m.
-    #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
+    #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME", allow_hyphen_values = true)]
     pub ttl: Option<Duration>,
     /// Check everything and change nothing.
     #[arg(long)]

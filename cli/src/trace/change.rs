@@ -65,7 +65,11 @@ pub async fn fire(
         .await?
         .into_inner();
     let change = Change::new(answer.results, answer.report, switch.dry_run);
-    Ok(change.with_summary(answer.summary).into())
+    let change = change.with_summary(answer.summary);
+    Ok(Answer {
+        remarks: change.remarks(),
+        ..change.into()
+    })
 }
 
 /// Parks firing events.
@@ -98,6 +102,7 @@ pub async fn park(
         Change::new(answer.results, answer.report, switch.dry_run).with_summary(answer.summary);
     let kept = if switch.dry_run { 0 } else { change.firing };
     Ok(Answer {
+        remarks: change.remarks(),
         undone: partly(kept, "also fired by other clients, so not parked"),
         ..change.into()
     })

@@ -6,6 +6,7 @@ mod change;
 mod status;
 mod stream;
 mod timeline;
+mod trace_dat;
 pub mod view;
 
 use std::time::Duration;
@@ -92,6 +93,7 @@ pub async fn run(
         }
         TraceCommand::Record {
             stream,
+            format,
             output,
             duration,
         } => {
@@ -99,7 +101,7 @@ pub async fn run(
             let OutputArgument::File(path) = output else {
                 return Err(Failure::usage("-o must name the file to record to"));
             };
-            stream::record(&client, stream, &path, duration).await
+            stream::record(&client, stream, format, &path, duration).await
         }
         TraceCommand::Stat { interval } => {
             let verb = async |client: Client| stat(&client, interval).await;
@@ -132,9 +134,12 @@ async fn sample(client: &Client) -> Result<status::Sample, Failure> {
         armed_only: true,
         ..Default::default()
     };
+    let (mut tracepoints, _) = lists::tracepoints(client, armed).await?;
+    // The events of the guest's own users are not sent to clients.
+    tracepoints.retain(|tracepoint| !tracepoint.armed_by.is_empty());
     Ok(status::Sample {
         stats: stats.into_inner(),
-        tracepoints: lists::tracepoints(client, armed).await?.0,
+        tracepoints,
     })
 }
 

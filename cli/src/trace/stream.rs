@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::io::ErrorKind;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -10,8 +11,9 @@ use patchbay_proto::v1;
 use tokio_stream::StreamExt;
 use tonic::Streaming;
 
-use super::args::StreamArgs;
+use super::args::{Format, StreamArgs};
 use super::timeline::Timeline;
+use super::trace_dat::{TraceDat, is_about_space};
 use super::view::{self, Line, Losses};
 use crate::args::output::Output;
 use crate::client::Client;
@@ -23,8 +25,9 @@ use crate::text::harmless;
 async fn open(
     client: &Client,
     arguments: StreamArgs,
+    records: bool,
 ) -> Result<Streaming<v1::StreamTracepointEventsResponse>, Failure> {
-    let is_memory = arguments.is_memory();
+    let is_memory = arguments.is_memory() || records;
     let arm_and_fire = !arguments.listen && !is_memory && !arguments.patterns.is_empty();
     let source = match arguments.source {
         Some(Source::Agent) => v1::TraceSource::Agent,
@@ -41,6 +44,7 @@ async fn open(
         source: source.into(),
         instance: arguments.instance.unwrap_or_default(),
         buffered: arguments.buffered,
+        records,
         ..Default::default()
     };
     let mut stream = client
@@ -82,7 +86,7 @@ pub async fn tail(
     output: Output,
 ) -> Result<(), Failure> {
     let mut left = events.unwrap_or(u64::MAX);
-    let mut stream = open(client, arguments).await?;
+    let mut stream = open(client, arguments, false).await?;
     while let Some(batch) = stream.next().await {
         let mut text = String::new();
         for line in view::lines(batch?) {
@@ -104,37 +108,100 @@ pub async fn tail(
     Err(ended())
 }
 
+/// A file that is being recorded.
+enum Recording {
+    Timeline(Timeline<File>),
+    TraceDat(TraceDat<File>),
+}
+
+impl Recording {
+    fn begin(format: Format, file: File) -> std::io::Result<Self> {
+        Ok(match format {
+            Format::Perfetto => Self::Timeline(Timeline::begin(file)?),
+            Format::TraceDat => Self::TraceDat(TraceDat::begin(file)?),
+        })
+    }
+
+    fn add(&mut self, batch: v1::StreamTracepointEventsResponse) -> std::io::Result<()> {
+        match self {
+            Self::Timeline(timeline) => timeline.add(batch),
+            Self::TraceDat(file) => file.add(batch),
+        }
+    }
+
+    /// Completes the file. A timeline is complete after each batch.
+    fn finish(&mut self) -> std::io::Result<()> {
+        match self {
+            Self::Timeline(_) => Ok(()),
+            Self::TraceDat(file) => file.finish(),
+        }
+    }
+
+    /// Returns the number of events in the file.
+    fn events(&self) -> u64 {
+        match self {
+            Self::Timeline(timeline) => timeline.events(),
+            Self::TraceDat(file) => file.events(),
+        }
+    }
+
+    /// Returns a sentence about events that the file cannot hold; empty if there are none.
+    fn left_out(&self) -> String {
+        match self {
+            Self::TraceDat(file) if file.left_out() > 0 => format!(
+                ", {} left out because they are longer than a page or their format has changed",
+                file.left_out()
+            ),
+            _ => String::new(),
+        }
+    }
+
+    /// Returns the next step of the operator.
+    fn opened_by(&self, name: &str) -> String {
+        match self {
+            Self::Timeline(_) => "open it in https://ui.perfetto.dev".to_owned(),
+            Self::TraceDat(_) => format!("read it with `trace-cmd report -i {name}`"),
+        }
+    }
+}
+
 /// Opens the stream and writes the start of the file. A new file is written before the stream is
 /// opened, so that no event is armed if the disk is full. An existing file is overwritten only
 /// after the stream is open, so that it is kept if the stream is refused.
 async fn begin(
     client: &Client,
     arguments: StreamArgs,
+    format: Format,
     path: &Path,
     unwritable: impl Fn(std::io::Error) -> Failure,
-) -> Result<
-    (
-        Timeline<File>,
-        Streaming<v1::StreamTracepointEventsResponse>,
-    ),
-    Failure,
-> {
-    match File::options().write(true).open(path) {
+) -> Result<(Recording, Streaming<v1::StreamTracepointEventsResponse>), Failure> {
+    let records = format == Format::TraceDat;
+    // A trace.dat is read again when its pages are sorted.
+    let mut options = File::options();
+    options.read(records).write(true);
+    // A pipe cannot be written at any place, and without a reader it would not even open.
+    if std::fs::metadata(path).is_ok_and(|file| file.file_type().is_fifo()) {
+        return Err(unwritable(ErrorKind::NotSeekable.into()));
+    }
+    match options.open(path) {
         Ok(_) => {
-            let stream = open(client, arguments).await?;
-            let timeline = File::create(path).and_then(Timeline::begin);
-            Ok((timeline.map_err(unwritable)?, stream))
+            let stream = open(client, arguments, records).await?;
+            let file = options.create(true).truncate(true).open(path);
+            let recording = file.and_then(|file| Recording::begin(format, file));
+            Ok((recording.map_err(unwritable)?, stream))
         }
         Err(error) if error.kind() == ErrorKind::NotFound => {
-            let timeline = File::create_new(path)
-                .and_then(Timeline::begin)
+            let recording = options
+                .create_new(true)
+                .open(path)
+                .and_then(|file| Recording::begin(format, file))
                 .map_err(unwritable)?;
-            let stream = open(client, arguments).await.inspect_err(|_| {
+            let stream = open(client, arguments, records).await.inspect_err(|_| {
                 // The file contains no events. If it cannot be removed, it remains as a valid,
-                // empty timeline.
+                // empty recording.
                 let _ = std::fs::remove_file(path);
             })?;
-            Ok((timeline, stream))
+            Ok((recording, stream))
         }
         Err(error) => Err(unwritable(error)),
     }
@@ -147,12 +214,13 @@ async fn begin(
 pub async fn record(
     client: &Client,
     arguments: StreamArgs,
+    format: Format,
     path: &Path,
     duration: Option<Duration>,
 ) -> Result<(), Failure> {
     let name = path.display().to_string();
     let unwritable = |error: std::io::Error, recorded: u64| match error.kind() {
-        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+        _ if is_about_space(&error) => {
             let kept = match recorded {
                 0 => "nothing was recorded".to_owned(),
                 _ => format!("the file holds the {recorded} events that were recorded before"),
@@ -165,8 +233,45 @@ pub async fn record(
         )),
         _ => Failure::error(format!("{name} cannot be written: {error}")),
     };
-    let (mut timeline, mut stream) =
-        begin(client, arguments, path, |error| unwritable(error, 0)).await?;
+    let begun = begin(client, arguments, format, path, |error| {
+        unwritable(error, 0)
+    });
+    let (mut recording, mut stream) = begun.await?;
+    let mut losses = Losses::default();
+    let ended = follow(&mut recording, &mut stream, duration, &mut losses).await;
+    let finished = recording.finish();
+    match (ended, finished) {
+        (Err(Ended::Unwritable(error)), _) | (Ok(()), Err(error)) => {
+            return Err(unwritable(error, recording.events()));
+        }
+        (Err(Ended::Stream(failure)), _) => return Err(failure),
+        (Ok(()), Ok(())) => {}
+    }
+    let lost = match losses.sentence().as_str() {
+        "" => "none lost".to_owned(),
+        lost => format!("lost: {lost}"),
+    };
+    write(format!(
+        "{name}: {} events, {lost}{}; {}\n",
+        recording.events(),
+        recording.left_out(),
+        recording.opened_by(&name)
+    ))
+}
+
+/// The reason why a recording ended early.
+enum Ended {
+    Stream(Failure),
+    Unwritable(std::io::Error),
+}
+
+/// Adds events to a recording until `duration` has passed or at Ctrl-C.
+async fn follow(
+    recording: &mut Recording,
+    stream: &mut Streaming<v1::StreamTracepointEventsResponse>,
+    duration: Option<Duration>,
+    losses: &mut Losses,
+) -> Result<(), Ended> {
     let end = async {
         match duration {
             Some(duration) => tokio::time::sleep(duration).await,
@@ -174,31 +279,19 @@ pub async fn record(
         }
     };
     let mut end = std::pin::pin!(end);
-    let mut interrupt = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::interrupt())?;
-    let mut losses = Losses::default();
+    let mut interrupt = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::interrupt())
+        .map_err(|error| Ended::Stream(error.into()))?;
     loop {
         let batch = tokio::select! {
             batch = stream.next() => batch,
-            () = &mut end => break,
-            _ = interrupt.recv() => break,
+            () = &mut end => return Ok(()),
+            _ = interrupt.recv() => return Ok(()),
         };
-        let Some(batch) = batch else {
-            return Err(ended());
-        };
-        let batch = batch?;
+        let batch = batch.ok_or_else(|| Ended::Stream(ended()))?;
+        let batch = batch.map_err(|status| Ended::Stream(status.into()))?;
         if let Some(lost) = batch.losses {
             losses.add(&lost.into());
         }
-        timeline
-            .add(batch)
-            .map_err(|error| unwritable(error, timeline.events()))?;
+        recording.add(batch).map_err(Ended::Unwritable)?;
     }
-    let lost = match losses.sentence().as_str() {
-        "" => "none lost".to_owned(),
-        lost => format!("lost: {lost}"),
-    };
-    write(&format!(
-        "{name}: {} events, {lost}; open it in https://ui.perfetto.dev\n",
-        timeline.events()
-    ))
 }

@@ -239,23 +239,27 @@ fn microseconds(nanoseconds: i128) -> Value {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use patchbay_proto::v1::trace_field::Value as Field;
 
     use super::*;
 
     /// A disk with room for a limited number of bytes.
     #[derive(Default)]
-    struct Disk {
-        bytes: io::Cursor<Vec<u8>>,
-        room: usize,
+    pub struct Disk {
+        pub bytes: io::Cursor<Vec<u8>>,
+        pub room: usize,
+        /// A write beyond the room has this error instead of that of a full disk.
+        pub error: Option<io::ErrorKind>,
     }
 
     impl Write for Disk {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
             let at = usize::try_from(self.bytes.position()).expect("small");
             match self.room.saturating_sub(at).min(bytes.len()) {
-                0 if !bytes.is_empty() => Err(io::ErrorKind::StorageFull.into()),
+                0 if !bytes.is_empty() => {
+                    Err(self.error.unwrap_or(io::ErrorKind::StorageFull).into())
+                }
                 fits => self.bytes.write(&bytes[..fits]),
             }
         }
@@ -324,8 +328,8 @@ mod tests {
     #[test]
     fn switches_become_slices_and_the_file_is_whole_after_each_batch() {
         let mut timeline = Timeline::begin(Disk {
-            bytes: io::Cursor::default(),
             room: 1 << 20,
+            ..Disk::default()
         })
         .expect("begun");
         assert_eq!(parsed(&timeline).len(), 2);
@@ -369,8 +373,8 @@ mod tests {
     fn a_full_disk_is_an_error_and_leaves_a_whole_file() {
         for room in 600..1500 {
             let Ok(mut timeline) = Timeline::begin(Disk {
-                bytes: io::Cursor::default(),
                 room,
+                ..Disk::default()
             }) else {
                 continue;
             };

@@ -13,7 +13,11 @@ use crate::print::{self, Printable, Rows};
 pub struct Tracepoint {
     pub name: String,
     pub state: &'static str,
+    /// Its key is on, regardless of who turned it on.
+    pub enabled: bool,
     pub probes: Option<u32>,
+    /// The functions of the probes, as far as their names are known.
+    pub probe_functions: Vec<String>,
     pub others: Vec<String>,
     pub armed_by: Vec<String>,
     pub fired_by: Vec<String>,
@@ -23,6 +27,8 @@ pub struct Tracepoint {
     pub refused: String,
     /// The name of its static key; empty if it has none.
     pub key: String,
+    /// The probes that belong to no event and are silent while it is parked.
+    pub also_serves: Vec<String>,
 }
 
 impl From<v1::Tracepoint> for Tracepoint {
@@ -30,7 +36,9 @@ impl From<v1::Tracepoint> for Tracepoint {
         Self {
             state: state(tracepoint.state()),
             name: tracepoint.name,
+            enabled: tracepoint.enabled,
             probes: tracepoint.probes,
+            probe_functions: tracepoint.probe_functions,
             others: tracepoint.others,
             armed_by: tracepoint.armed_by,
             fired_by: tracepoint.fired_by,
@@ -39,6 +47,7 @@ impl From<v1::Tracepoint> for Tracepoint {
             events: tracepoint.events,
             refused: tracepoint.refused,
             key: tracepoint.key,
+            also_serves: tracepoint.also_serves,
         }
     }
 }
@@ -89,6 +98,10 @@ fn notes(tracepoint: &Tracepoint) -> String {
     note("fired by ", &tracepoint.fired_by.join(" "));
     note("armed by ", &tracepoint.armed_by.join(" "));
     note("others: ", &tracepoint.others.join(", "));
+    let is_silent = !tracepoint.enabled && tracepoint.state == "disarmed";
+    if is_silent && tracepoint.probes.is_some_and(|probes| probes > 0) {
+        note("silent, its key is off", " ");
+    }
     note("filter ", &tracepoint.filter);
     note("trigger ", &tracepoint.trigger);
     // The reason is left out, because the same long sentence would be repeated for the event of
@@ -122,6 +135,8 @@ pub struct ChangedTracepoint {
     pub name: String,
     pub state: &'static str,
     pub kept_by: Vec<String>,
+    /// The probes that belong to no event and are silent while it is parked.
+    pub also_serves: Vec<String>,
 }
 
 impl Change {
@@ -134,6 +149,7 @@ impl Change {
             state: state(result.state()),
             name: result.name,
             kept_by: result.kept_by,
+            also_serves: result.also_serves,
         };
         let report = report.filter(|report| report.paused);
         let stopped = report.as_ref().map(|report| {
@@ -156,6 +172,20 @@ impl Change {
             stopped_ns: stopped,
             sites_patched: report.map_or(0, |report| report.sites_patched),
         }
+    }
+
+    /// Returns a remark for each event whose key also serves other probes.
+    pub fn remarks(&self) -> Vec<String> {
+        let shared = self.results.iter();
+        let shared = shared.filter(|result| !result.also_serves.is_empty());
+        let remark = |result: &ChangedTracepoint| {
+            format!(
+                "{}: its key also serves {}, by which the guest's kernel learns the names of tasks for its own traces",
+                result.name,
+                result.also_serves.join(", ")
+            )
+        };
+        shared.map(remark).collect()
     }
 
     /// Takes the numbers from the summary, because an answer with a summary may have no results.
@@ -450,6 +480,7 @@ mod tests {
                 field("ptr", Value::Hexadecimal(u64::MAX)),
             ],
             context: "d.h..".into(),
+            ..Default::default()
         }
     }
 

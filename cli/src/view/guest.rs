@@ -58,6 +58,11 @@ pub struct Details {
     pub page_table_isolation: bool,
     pub five_level_paging: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
+    pub panicked: Option<bool>,
+    /// Days, hours, minutes and seconds since boot.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uptime: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub taints: Option<Vec<String>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub load: Option<String>,
@@ -67,6 +72,10 @@ pub struct Details {
     pub oopses: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pressure: Option<String>,
+    /// Names of the values that cannot be read from the memory of a kernel that was discovered or
+    /// whose log was found.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub not_in_memory: Vec<&'static str>,
     #[serde(skip_serializing_if = "is_zero")]
     pub declared_keys: u32,
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -150,11 +159,14 @@ impl GuestDetails {
             kaslr: guest.kaslr,
             page_table_isolation: guest.page_table_isolation,
             five_level_paging: guest.five_level_paging,
+            panicked: kernel.panicked,
+            uptime: kernel.uptime_seconds.map(uptime),
             taints: kernel.taints.map(taints),
             load: load(&kernel.load_hundredths),
             kernel_warnings: kernel.warnings,
             oopses: kernel.oopses,
             pressure: pressure(&kernel.pressure),
+            not_in_memory: guest.kernel_state.as_ref().map_or(vec![], missing),
             declared_keys: guest.declared_keys,
             declaration_errors: guest.declaration_errors.clone(),
         };
@@ -210,6 +222,28 @@ fn load(hundredths: &[u64]) -> Option<String> {
     };
     let average = |hundredths: u64| format!("{}.{:02}", hundredths / 100, hundredths % 100);
     Some([one, five, fifteen].map(average).join(" "))
+}
+
+/// Formats an uptime as days, and hours, minutes and seconds.
+fn uptime(seconds: u64) -> String {
+    let (days, rest) = (seconds / 86_400, seconds % 86_400);
+    let (hours, rest) = (rest / 3600, rest % 3600);
+    format!("{days} d {hours:02}:{:02}:{:02}", rest / 60, rest % 60)
+}
+
+/// Names the parts of the state that cannot be read in the kernel's memory.
+fn missing(kernel: &v1::KernelState) -> Vec<&'static str> {
+    let parts = [
+        ("panicked", kernel.panicked.is_none()),
+        ("uptime", kernel.uptime_seconds.is_none()),
+        ("taints", kernel.taints.is_none()),
+        ("load", load(&kernel.load_hundredths).is_none()),
+        ("kernel_warnings", kernel.warnings.is_none()),
+        ("oopses", kernel.oopses.is_none()),
+        ("pressure", kernel.pressure.is_empty()),
+    ];
+    let missing = parts.into_iter().filter(|(_, is_missing)| *is_missing);
+    missing.map(|(name, _)| name).collect()
 }
 
 /// Formats the part of the last 60 s in which tasks waited for each resource.

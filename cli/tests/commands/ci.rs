@@ -18,7 +18,7 @@ use patchbay_proto::agent_frame;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-use super::lab::Lab;
+use super::lab::{Lab, end};
 
 /// The environment variable that passes the monitor's arguments to the process that simulates the
 /// monitor.
@@ -533,11 +533,7 @@ fn no_monitor_outlives_its_run() {
         let monitor = children.trim().parse().ok().and_then(Pid::from_raw);
         let monitor = monitor.unwrap_or_else(|| panic!("one child: {children:?}"));
         let monitor = pidfd_open(monitor, PidfdFlags::empty()).expect("it runs");
-        let kill = Command::new("kill")
-            .args(["-s", signal, &pid.to_string()])
-            .status();
-        assert!(kill.expect("it starts").success());
-        run.wait().expect("it ends");
+        end(run, signal);
         // The pidfd becomes readable when the process ends, whichever process reaps it.
         let ended = &mut [PollFd::new(&monitor, PollFlags::IN)];
         let ends = poll(ended, Some(&PATIENCE)).expect("polled");

@@ -4,9 +4,10 @@
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 
 use super::ci::Ci;
+use super::lab::end;
 
 /// Returns the command of a run whose temporary files are in the test's folder.
 fn with_own_tmp(ci: &Ci, words: &[&str]) -> Command {
@@ -162,14 +163,6 @@ fn a_signal_before_the_lab_starts_leaves_nothing() {
         end(run, signal);
         assert_nothing_is_left(&ci);
     }
-}
-
-/// Sends a signal to a run, which must end, and returns its exit status.
-fn end(mut run: Child, signal: &str) -> Option<i32> {
-    let pid = run.id().to_string();
-    let kill = Command::new("kill").args(["-s", signal, &pid]).status();
-    assert!(kill.expect("kill runs").success());
-    run.wait().expect("it ends").code()
 }
 
 #[test]

@@ -54,11 +54,10 @@ fn key<'a>(json: &'a Value, name: &str) -> &'a Value {
 fn a_key_with_an_effect_is_found_and_one_without_is_not() {
     let Some(ci) = Ci::new() else { return };
     let words = |output| {
-        let words = [
+        [
             "-o", output, "--key", "a", "--key", "b", "--runs", "20", "--seed", "7", "--metric",
             METRIC, "--plot", "plot.svg", "--", "bench", "a", "2",
-        ];
-        words
+        ]
     };
     let done = expect(&ci, 0, &["seed 7", ", 1 boot "], &words("json"));
     let json = done.json();

@@ -2,7 +2,6 @@
 //! Tests the completion of values. The tests run the program as a shell does.
 
 use std::os::unix::net::UnixListener;
-use std::process::Command;
 
 use patchbay_proto::v1;
 
@@ -100,14 +99,7 @@ fn a_shell_completes_by_the_script() {
     let script = host.ok(&["completion", "bash"]);
     let line = "COMP_WORDS=(patchbay --guest web); COMP_CWORD=2; \
                 _clap_complete_patchbay patchbay web --guest; echo \"${COMPREPLY[@]}\"";
-    let mut bash = Command::new("bash");
-    bash.args(["-c", &format!("{script}\n{line}")]);
-    for (name, value) in host.command(&[]).get_envs() {
-        match value {
-            Some(value) => bash.env(name, value),
-            None => bash.env_remove(name),
-        };
-    }
+    let mut bash = host.under(&["bash", "-c", &format!("{script}\n{line}")], &[]);
     let output = bash.output().expect("bash runs");
     let found = String::from_utf8_lossy(&output.stdout).into_owned();
     let found: Vec<&str> = found.split_whitespace().collect();

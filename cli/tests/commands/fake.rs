@@ -40,6 +40,8 @@ pub struct FakeGuest {
     /// Further pages of results, by token.
     pub pages: BTreeMap<String, Vec<v1::KeyResult>>,
     pub watches: VecDeque<Script>,
+    /// The answers to a call that saves the guest.
+    pub snapshot: Vec<Result<v1::SnapshotGuestResponse, Status>>,
 }
 
 impl FakeGuest {
@@ -64,6 +66,7 @@ impl FakeGuest {
             keys: ["alpha", "beta", "gamma"].map(key).to_vec(),
             holds: vec![],
             revision: 10,
+            snapshot: vec![],
             busy: false,
             stays: false,
             plans: BTreeMap::new(),

@@ -69,20 +69,12 @@ fn the_real_service_lists_its_guest_and_its_status() {
 
 /// Runs a command without root's permission to access all files.
 fn unprivileged(lab: &impl Commands, words: &[&str]) -> (String, String, Option<i32>) {
-    let command = lab.command(words);
-    let mut plain = std::process::Command::new("setpriv");
+    let mut before = vec!["setpriv"];
     // Users other than root ignore this option; for them the socket's mode suffices.
     if rustix::process::geteuid().is_root() {
-        plain.arg("--bounding-set=-dac_override,-dac_read_search");
+        before.push("--bounding-set=-dac_override,-dac_read_search");
     }
-    plain.arg(command.get_program()).args(command.get_args());
-    for (name, value) in command.get_envs() {
-        match value {
-            Some(value) => plain.env(name, value),
-            None => plain.env_remove(name),
-        };
-    }
-    let output = plain.output().expect("setpriv runs");
+    let output = lab.under(&before, words).output().expect("setpriv runs");
     let text = |bytes| String::from_utf8(bytes).expect("text");
     (
         text(output.stdout),
@@ -119,6 +111,14 @@ fn a_socket_without_permission_is_not_called_dead() {
             said.contains("no permission for the socket"),
             "{words:?}: {said}"
         );
+    }
+    for words in [
+        &["--guest", "web-1", "keys", "list"][..],
+        &["--guest", "web-1", "--guest", "db", "keys", "list"],
+    ] {
+        let (_, said, code) = unprivileged(&host, words);
+        assert_eq!(code, Some(1), "{words:?}: {said}");
+        assert!(said.contains("no permission for 1 socket;"), "{said}");
     }
     // Guests that this user may access are not affected.
     let lab = Lab::new();

@@ -28,13 +28,20 @@ pub trait Commands {
     fn folder(&self) -> &Path;
 
     fn command(&self, words: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_patchbay"));
+        self.under(&[], words)
+    }
+
+    /// Returns a command that another program starts. `before` is that program and its own
+    /// arguments, or empty if there is none.
+    fn under(&self, before: &[&str], words: &[&str]) -> Command {
+        let line = [before, &[env!("CARGO_BIN_EXE_patchbay")], words].concat();
+        let mut command = Command::new(line[0]);
         command
             .env("XDG_RUNTIME_DIR", self.folder())
             .env("PATCHBAY_RUN_DIR", self.folder().join("host"))
             .env("PATCHBAY_FLEET_SOCKET", self.folder().join("fleet.sock"))
             .env_remove("PATCHBAY_SOCKET")
-            .args(words)
+            .args(&line[1..])
             .stdin(Stdio::null());
         command
     }
@@ -113,6 +120,14 @@ pub trait Commands {
         let lines = BufReader::new(child.stdout.take().expect("piped"));
         Following { child, lines }
     }
+}
+
+/// Sends a signal to a command, which must end, and returns its exit code.
+pub fn end(mut run: Child, signal: &str) -> Option<i32> {
+    let pid = run.id().to_string();
+    let kill = Command::new("kill").args(["-s", signal, &pid]).status();
+    assert!(kill.expect("kill runs").success());
+    run.wait().expect("it ends").code()
 }
 
 /// A command that prints events as they happen.

@@ -49,6 +49,7 @@ fn taints_and_load_are_described() {
     let (lab, log) = lab();
     log.put_state(1 << 9 | 1 << 12, [2038, 0, 3 << 11]);
     log.put_health([2, 1], [4, 3, 2, 1, 99]);
+    log.put_uptime(90_061, 2_000_000_000);
     let described = lab.json(&["guest", "describe"]);
     let details = &described["details"];
     let taints = ["W (warning issued)", "O (module built out of the tree)"];
@@ -60,8 +61,20 @@ fn taints_and_load_are_described() {
         details["pressure"],
         "io some 4.00 %, io full 3.00 %, memory some 2.00 %, memory full 1.00 %, cpu some 99.00 %"
     );
+    assert_eq!(details["uptime"], "1 d 01:01:03");
+    assert_eq!(details["panicked"], false);
+    assert!(details.get("not_in_memory").is_none(), "{described}");
+    // A hostile kernel's time of 2^63 seconds is none.
+    log.put_uptime(1 << 63, 0);
+    log.panic(0);
+    let described = lab.json(&["guest", "describe"]);
+    let details = &described["details"];
+    assert_eq!(details["panicked"], true);
+    assert_eq!(details["not_in_memory"], serde_json::json!(["uptime"]));
     let described = Lab::new().json(&["guest", "describe"]);
-    assert!(described["details"].get("taints").is_none(), "{described}");
+    for part in ["taints", "uptime", "not_in_memory"] {
+        assert!(described["details"].get(part).is_none(), "{described}");
+    }
 }
 
 #[test]

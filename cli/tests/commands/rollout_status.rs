@@ -6,7 +6,7 @@ use super::rollouts::{FakeFleet, SPEC, until};
 
 /// A gate that nobody answers, and that pauses the rollout soon.
 const SILENT: &str = "gates: [{max_errors: 0, on_failure: abort}, {grpc: {url: \"http://127.0.0.1:1\"}, \
-                      interval: 10ms, patience: 30ms, on_failure: pause}]\n";
+                      interval: 10ms, patience: 2s, on_failure: pause}]\n";
 
 #[test]
 fn a_status_says_which_gate_is_closed_and_what_a_promotion_skips() {

@@ -45,6 +45,13 @@ fn a_name_is_found_at_any_socket_and_said_in_the_request() {
         "--socket", socket, "--guest", "db", "guest", "console", "--dump",
     ];
     assert_eq!(host.ok(&console), "console of db\n");
+    // Like for other commands, a closed pipe ends the command without a message.
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let output = host.command(&console).stdout(writer).output();
+    let output = output.expect("the command starts");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!((said.as_str(), output.status.code()), ("", Some(141)));
     let listed = host.ok(&[
         "--socket", socket, "--all", "guest", "describe", "-o", "name",
     ]);

@@ -79,12 +79,7 @@ fn output_that_nobody_reads_is_no_panic() {
         "\"$0\" completion bash 2>&1 >/dev/full",
         "\"$0\" keys get nope 2>&1 >&2 | true",
     ] {
-        let command = lab.command(&[]);
-        let mut shell = std::process::Command::new("bash");
-        shell.args(["-o", "pipefail", "-c", line]);
-        shell.arg(command.get_program());
-        let variables = command.get_envs();
-        shell.envs(variables.filter_map(|(name, value)| Some((name, value?))));
+        let mut shell = lab.under(&["bash", "-o", "pipefail", "-c", line], &[]);
         let output = shell.output().expect("bash runs");
         let said = String::from_utf8_lossy(&output.stdout);
         assert_ne!(output.status.code(), Some(101), "{line}: {said}");

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-use std::path::PathBuf;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
+use patchbay_guest::testing::TestKey;
+use patchbay_service::testing::{GuestRings, numbered};
 use serde_json::Value;
 
 use super::lab::{Commands, Host, Lab};
@@ -43,6 +47,18 @@ fn events_are_listed_and_switched() {
 }
 
 #[test]
+fn events_that_are_not_armed_are_named() {
+    let lab = Lab::new();
+    for verb in ["fire", "park", "disarm"] {
+        let message = lab.fails(1, &["trace", verb, "sched*"]);
+        assert!(
+            message.contains("no armed event matches sched*; see"),
+            "{message}"
+        );
+    }
+}
+
+#[test]
 fn events_that_others_keep_are_partly_done() {
     let host = Host::with(&["only"]);
     for verb in ["park", "disarm"] {
@@ -52,6 +68,8 @@ fn events_that_others_keep_are_partly_done() {
             out.contains("uid:7") && said.contains("--force"),
             "{out}{said}"
         );
+        let remark = "a:b: its key also serves probe_sched_switch, by which";
+        assert_eq!(said.contains(remark), verb == "park", "{said}");
     }
     let (_, _, code) = host.all(&["trace", "park", "a:b", "--dry-run"]);
     assert_eq!(code, Some(0));
@@ -118,4 +136,233 @@ fn a_recording_that_is_refused_leaves_the_files_alone() {
         said.contains("no-folder/new cannot be written: No such file"),
         "{said}"
     );
+}
+
+/// An event as trace-cmd and `patchbay trace tail` show it: CPU, time in nanoseconds, process,
+/// name, and fields.
+type Shown = (u64, u64, u64, String, String);
+
+/// Returns the events of a file as trace-cmd shows them, with the losses of each CPU before each;
+/// `None` without trace-cmd.
+fn report(file: &Path) -> Option<(Vec<Shown>, Vec<(u64, u64)>)> {
+    let mut command = Command::new("trace-cmd");
+    let output = command.args(["report", "-t", "-R", "-i"]).arg(file);
+    let output = match output.output() {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            println!("SKIPPED: there is no trace-cmd");
+            return None;
+        }
+        output => output.expect("started"),
+    };
+    assert!(output.status.success(), "{output:?}");
+    assert!(output.stderr.is_empty(), "{output:?}");
+    let text = String::from_utf8(output.stdout).expect("UTF-8");
+    let (mut events, mut lost) = (vec![], vec![]);
+    for line in text.lines() {
+        // CPU:0 [12 EVENTS DROPPED]
+        if let Some((cpu, rest)) = line.strip_prefix("CPU:").and_then(|of| of.split_once(" [")) {
+            let count = rest.strip_suffix(" EVENTS DROPPED]").expect("a number");
+            lost.push((cpu.parse().unwrap(), count.parse().unwrap()));
+            continue;
+        }
+        //  <...>-42 [001] 0.000003000: numbered: number=3 ...
+        let Some((task, rest)) = line.split_once(" [") else {
+            assert!(line.starts_with("cpus="), "{line}");
+            continue;
+        };
+        let (cpu, rest) = rest.split_once(']').expect("a CPU");
+        let mut words = rest.split_whitespace();
+        let time = words.next().and_then(|time| time.strip_suffix(':'));
+        let time = time.expect("a time").replace('.', "");
+        let name = words.next().and_then(|name| name.strip_suffix(':'));
+        let pid = task.rsplit_once('-').expect("a process").1.trim();
+        events.push((
+            cpu.parse().unwrap(),
+            time.parse().unwrap(),
+            pid.parse().unwrap(),
+            name.expect("a name").to_owned(),
+            words.collect::<Vec<_>>().join(" "),
+        ));
+    }
+    Some((events, lost))
+}
+
+/// A guest can have many instances with long names of any bytes. The error still reaches the
+/// client, names some of them, and steers no terminal.
+#[test]
+fn an_instance_is_read_by_name_and_a_missing_one_lists_others() {
+    let lab = Lab::with(&[TestKey::new("alpha", 1)]);
+    let rings = GuestRings::new(&lab.guest);
+    rings.found_by(&lab.registry);
+    rings.write(|writer| {
+        writer.put_instances([&b"boot"[..], b"a\x1b[2J"]);
+    });
+    for number in 0..3 {
+        rings.write(|writer| writer.event(0, 1000 * number, &numbered(number)));
+    }
+    let tail = |instance| {
+        [
+            "trace",
+            "tail",
+            "--buffered",
+            "-n",
+            "3",
+            "--instance",
+            instance,
+        ]
+    };
+    for instance in ["boot", "a\x1b[2J"] {
+        let shown = lab.ok(&tail(instance));
+        assert_eq!(shown.matches("test:numbered").count(), 3, "{shown}");
+    }
+    let said = lab.fails(1, &tail("bo"));
+    assert!(
+        said.contains("no tracefs instance \"bo\"; it has boot, a\\x1b[2J"),
+        "{said}"
+    );
+
+    let names: Vec<Vec<u8>> = (0..100).map(|number| vec![0x80 + number; 255]).collect();
+    rings.write(|writer| {
+        writer.put_instances(names.iter().map(Vec::as_slice));
+    });
+    let missing = "\u{1}".repeat(255);
+    let said = lab.fails(1, &tail(&missing));
+    let name = "\\x80".repeat(255);
+    assert!(
+        said.contains(&format!("it has {name} and 99 more")),
+        "{said}"
+    );
+    let names: Vec<String> = (0..12).map(|number| format!("i{number}")).collect();
+    rings.write(|writer| {
+        writer.put_instances(names.iter().map(|name| name.as_bytes()));
+    });
+    let said = lab.fails(1, &tail("x"));
+    let listed = "it has i0, i1, i2, i3, i4, i5, i6, i7, i8, i9 and 2 more";
+    assert!(said.contains(listed), "{said}");
+}
+
+/// Records what the rings of a guest hold.
+fn dat(lab: &Lab, file: &Path, more: &[&str]) -> String {
+    let record = [
+        "trace",
+        "record",
+        "--format",
+        "trace-dat",
+        "--buffered",
+        "--duration",
+        "1s",
+        "-o",
+        file.to_str().expect("UTF-8"),
+    ];
+    lab.ok(&[&record, more].concat())
+}
+
+#[test]
+fn trace_cmd_reads_a_recording_as_tail_shows_it() {
+    let lab = Lab::with(&[TestKey::new("alpha", 1)]);
+    let rings = GuestRings::new(&lab.guest);
+    rings.found_by(&lab.registry);
+    let write = |cpu, time, number| {
+        rings.write(|writer| writer.event(cpu, time, &numbered(number)));
+    };
+    let file = lab.folder().join("t.dat");
+    let said = dat(&lab, &file, &[]);
+    assert!(said.contains("t.dat: 0 events, none lost; read"), "{said}");
+    if report(&file).is_none_or(|(events, _)| !events.is_empty()) {
+        return;
+    }
+    // On CPU 0, ten events have no known format. Three times, the next event is 2^30 ns later,
+    // which is more than the 27 bits of a time delta hold.
+    let unknown = [50, 0, 0, 0, 42, 0, 0, 0];
+    for number in 0..200 {
+        let time = 1000 + 3 * number + ((number / 50) << 30);
+        for _ in 0..[0, 2][usize::from(number % 40 == 20)] {
+            rings.write(|writer| writer.event(0, time, &unknown));
+        }
+        write(0, time, number);
+    }
+    for number in 0..40 {
+        write(1, 2000 + 40 * number, number);
+    }
+    let said = dat(&lab, &file, &[]);
+    let (events, lost) = report(&file).expect("there");
+    let tail = ["trace", "tail", "-o", "json", "--buffered", "-n"];
+    let shown = lab.ok(&[&tail[..], &[&events.len().to_string()]].concat());
+    let (mut expected, mut malformed) = (vec![], 0);
+    for line in shown.lines() {
+        let line: Value = serde_json::from_str(line).expect("JSON");
+        if let Some(lost) = line.get("lost") {
+            malformed += lost["malformed"].as_u64().expect("a number");
+            continue;
+        }
+        let (_, name) = line["name"].as_str().unwrap().split_once(':').unwrap();
+        let fields = &line["fields"];
+        expected.push((
+            line["cpu"].as_u64().unwrap(),
+            line["guest_time_ns"].as_u64().unwrap(),
+            line["pid"].as_u64().unwrap(),
+            name.to_owned(),
+            ["number", "comm", "text", "rest"]
+                .map(|name| match &fields[name] {
+                    Value::String(text) => format!("{name}={text}"),
+                    value => format!("{name}={value}"),
+                })
+                .join(" "),
+        ));
+    }
+    assert_eq!((expected.len(), malformed), (240, 10), "{said}");
+    assert_eq!(lost, [(0, 2); 5], "{said}");
+    expected.sort();
+    let mut events = events;
+    events.sort();
+    for (event, expected) in events.iter().zip(&expected) {
+        assert_eq!(event, expected);
+    }
+    assert_eq!(events.len(), expected.len());
+    let count = "t.dat: 240 events, lost: 10 could not be decoded; read";
+    assert!(said.contains(count), "{said}");
+}
+
+/// A trace.dat must be a file on a disk with room, and an earlier one is kept if the recording is
+/// refused.
+#[test]
+fn a_trace_dat_needs_a_file_and_the_memory() {
+    let lab = Lab::with(&[TestKey::new("alpha", 1)]);
+    let file = lab.folder().join("t.dat");
+    std::fs::write(&file, "an earlier recording").expect("writable");
+    let file = file.to_str().expect("UTF-8");
+    let record = ["trace", "record", "--duration", "1ms"];
+    let refused = |more: &[&str], code| {
+        let format = match more.contains(&"--format") {
+            true => &[][..],
+            false => &["--format", "trace-dat"],
+        };
+        let (_, said, found) = lab.all(&[&record, format, more].concat());
+        assert_eq!(found, Some(code), "{said}");
+        said
+    };
+    let said = refused(&["-o", file], 1);
+    assert!(said.contains("not found in its memory"), "{said}");
+    let said = refused(&["-o", file, "--source", "agent"], 2);
+    assert!(said.contains("records"), "{said}");
+    let kept = std::fs::read_to_string(file).expect("there");
+    assert_eq!(kept, "an earlier recording");
+
+    let rings = GuestRings::new(&lab.guest);
+    rings.found_by(&lab.registry);
+    let said = refused(&["-o", "/dev/full"], 1);
+    assert!(
+        said.contains("/dev/full: the disk is full; nothing"),
+        "{said}"
+    );
+    // The output of this command is a pipe, and nothing reads the other one.
+    let pipe = lab.folder().join("pipe");
+    let made = Command::new("mkfifo").arg(&pipe).status();
+    assert!(made.is_ok_and(|status| status.success()));
+    for pipe in ["/dev/stdout", pipe.to_str().expect("UTF-8")] {
+        for format in ["trace-dat", "perfetto"] {
+            let said = refused(&["--format", format, "-o", pipe], 2);
+            assert!(said.contains("cannot be written: "), "{said}");
+        }
+    }
 }

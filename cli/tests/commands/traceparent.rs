@@ -29,6 +29,7 @@ fn a_change_is_of_one_trace_in_both_audit_logs() {
         metrics: None,
         guests: patchbay_node::guests::Guests::default(),
         attach: patchbay_node::attach::Attach::default(),
+        autopsies: None,
         registry: None,
     };
     let (_reloads, reload) = tokio::sync::mpsc::channel(1);

@@ -126,6 +126,42 @@ fn a_choice_among_several_guests_is_left_to_the_command_line() {
     let host = Host::new();
     let message = host.fails(2, &["keys", "list"]);
     assert!(message.contains("--guest or --all"), "{message}");
+    // With several sockets, the guests are named, and not the sockets.
+    let lab = Lab::new();
+    let second = host.folder().join("host/attached-77.sock");
+    std::os::unix::fs::symlink(lab.socket(), &second).expect("writable");
+    let message = host.fails(2, &["keys", "list"]);
+    assert!(
+        message.contains("several guests run: db, test, web-1, web-2; choose"),
+        "{message}"
+    );
+    // Both sockets serve the same guest.
+    std::fs::remove_file(host.folder().join("host/all.sock")).expect("there");
+    let third = host.folder().join("host/third.sock");
+    std::os::unix::fs::symlink(lab.socket(), &third).expect("writable");
+    let message = host.fails(2, &["keys", "list"]);
+    assert!(
+        message.contains("third.sock; choose with --socket"),
+        "{message}"
+    );
+}
+
+#[test]
+fn a_socket_of_another_service_is_supposed() {
+    let host = Host::new();
+    let socket = host.folder().join("host/all.sock");
+    let socket = socket.to_str().expect("text");
+    let message = host.fails(1, &["--fleet-socket", socket, "rollout", "list"]);
+    assert!(message.contains("not that of a controller"), "{message}");
+}
+
+#[test]
+fn a_negative_time_is_answered_with_the_range() {
+    let lab = Lab::new();
+    let (_, said, code) = lab.all(&["keys", "inc", "alpha", "--ttl", "-5s"]);
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("it must be 1ms to 365d"), "{said}");
+    assert_eq!(lab.guest.count("alpha"), 0);
 }
 
 /// Checks that an option that a command would ignore is refused.

@@ -83,6 +83,9 @@ const (
 	ErrorReason_ERROR_REASON_MONITOR_UNREACHABLE ErrorReason = 29
 	// UNKNOWN. The host lost the guest's monitor during the call.
 	ErrorReason_ERROR_REASON_MONITOR_LOST ErrorReason = 30
+	// FAILED_PRECONDITION. The guest cannot be saved: its monitor saves no snapshots, its state or its
+	// holds and claims do not fit into one, or the client did not take the snapshot in time.
+	ErrorReason_ERROR_REASON_NOT_SAVED ErrorReason = 31
 	// NOT_FOUND. No key has the name. The metadata "near" lists similar names.
 	ErrorReason_ERROR_REASON_KEY_NOT_FOUND ErrorReason = 40
 	// ABORTED. The key has changed since the caller read its etag.
@@ -104,7 +107,8 @@ const (
 	ErrorReason_ERROR_REASON_TABLE_REFUSED ErrorReason = 48
 	// FAILED_PRECONDITION. A module that defines or uses the key is not registered.
 	ErrorReason_ERROR_REASON_MODULE_REFUSED ErrorReason = 49
-	// FAILED_PRECONDITION. The audit log could not be written, so nothing was changed.
+	// FAILED_PRECONDITION. The audit log could not be written, so nothing was changed or
+	// read.
 	ErrorReason_ERROR_REASON_AUDIT_LOG_UNWRITABLE ErrorReason = 50
 	// DATA_LOSS. A site holds neither its NOP nor its JMP. The key is quarantined.
 	ErrorReason_ERROR_REASON_FOREIGN_BYTES ErrorReason = 51
@@ -212,6 +216,7 @@ var (
 		28: "ERROR_REASON_NOT_POWERED_OFF",
 		29: "ERROR_REASON_MONITOR_UNREACHABLE",
 		30: "ERROR_REASON_MONITOR_LOST",
+		31: "ERROR_REASON_NOT_SAVED",
 		40: "ERROR_REASON_KEY_NOT_FOUND",
 		41: "ERROR_REASON_ETAG_MISMATCH",
 		42: "ERROR_REASON_WOULD_WARN",
@@ -281,6 +286,7 @@ var (
 		"ERROR_REASON_NOT_POWERED_OFF":          28,
 		"ERROR_REASON_MONITOR_UNREACHABLE":      29,
 		"ERROR_REASON_MONITOR_LOST":             30,
+		"ERROR_REASON_NOT_SAVED":                31,
 		"ERROR_REASON_KEY_NOT_FOUND":            40,
 		"ERROR_REASON_ETAG_MISMATCH":            41,
 		"ERROR_REASON_WOULD_WARN":               42,
@@ -462,7 +468,7 @@ var File_patchbay_v1_errors_proto protoreflect.FileDescriptor
 
 const file_patchbay_v1_errors_proto_rawDesc = "" +
 	"\n" +
-	"\x18patchbay/v1/errors.proto\x12\vpatchbay.v1*\xae\x11\n" +
+	"\x18patchbay/v1/errors.proto\x12\vpatchbay.v1*\xca\x11\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12!\n" +
 	"\x1dERROR_REASON_INVALID_ARGUMENT\x10\x01\x12\"\n" +
@@ -488,7 +494,8 @@ const file_patchbay_v1_errors_proto_rawDesc = "" +
 	"\x1aERROR_REASON_VCPUS_UNKNOWN\x10\x1b\x12 \n" +
 	"\x1cERROR_REASON_NOT_POWERED_OFF\x10\x1c\x12$\n" +
 	" ERROR_REASON_MONITOR_UNREACHABLE\x10\x1d\x12\x1d\n" +
-	"\x19ERROR_REASON_MONITOR_LOST\x10\x1e\x12\x1e\n" +
+	"\x19ERROR_REASON_MONITOR_LOST\x10\x1e\x12\x1a\n" +
+	"\x16ERROR_REASON_NOT_SAVED\x10\x1f\x12\x1e\n" +
 	"\x1aERROR_REASON_KEY_NOT_FOUND\x10(\x12\x1e\n" +
 	"\x1aERROR_REASON_ETAG_MISMATCH\x10)\x12\x1b\n" +
 	"\x17ERROR_REASON_WOULD_WARN\x10*\x12\x1b\n" +

@@ -297,6 +297,135 @@ func (DiscoveryWay) EnumDescriptor() ([]byte, []int) {
 	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{4}
 }
 
+type SnapshotGuestRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
+	// The time in which the client must take the stream, 1 ms to 1 h; default 60 s. The guest is
+	// resumed afterwards in any case.
+	Timeout       *durationpb.Duration `protobuf:"bytes,2,opt,name=timeout,proto3" json:"timeout,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SnapshotGuestRequest) Reset() {
+	*x = SnapshotGuestRequest{}
+	mi := &file_patchbay_v1_guest_proto_msgTypes[0]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SnapshotGuestRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SnapshotGuestRequest) ProtoMessage() {}
+
+func (x *SnapshotGuestRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_guest_proto_msgTypes[0]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SnapshotGuestRequest.ProtoReflect.Descriptor instead.
+func (*SnapshotGuestRequest) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{0}
+}
+
+func (x *SnapshotGuestRequest) GetGuest() string {
+	if x != nil {
+		return x.Guest
+	}
+	return ""
+}
+
+func (x *SnapshotGuestRequest) GetTimeout() *durationpb.Duration {
+	if x != nil {
+		return x.Timeout
+	}
+	return nil
+}
+
+// A part of a snapshot. The first message has only `memory_bytes`. Messages with memory
+// follow, and then messages with state.
+type SnapshotGuestResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The size of the file `memory` in bytes.
+	MemoryBytes uint64 `protobuf:"varint,1,opt,name=memory_bytes,json=memoryBytes,proto3" json:"memory_bytes,omitempty"`
+	// Bytes of the file `memory` from `memory_offset` on, at most 1 MiB. Bytes that are never sent
+	// are zero.
+	MemoryOffset uint64 `protobuf:"varint,2,opt,name=memory_offset,json=memoryOffset,proto3" json:"memory_offset,omitempty"`
+	Memory       []byte `protobuf:"bytes,3,opt,name=memory,proto3" json:"memory,omitempty"`
+	// Bytes to append to the file `state`, at most 1 MiB. If the file is shorter than its header
+	// says, the stream has not ended well.
+	State         []byte `protobuf:"bytes,4,opt,name=state,proto3" json:"state,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SnapshotGuestResponse) Reset() {
+	*x = SnapshotGuestResponse{}
+	mi := &file_patchbay_v1_guest_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SnapshotGuestResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SnapshotGuestResponse) ProtoMessage() {}
+
+func (x *SnapshotGuestResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_guest_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SnapshotGuestResponse.ProtoReflect.Descriptor instead.
+func (*SnapshotGuestResponse) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *SnapshotGuestResponse) GetMemoryBytes() uint64 {
+	if x != nil {
+		return x.MemoryBytes
+	}
+	return 0
+}
+
+func (x *SnapshotGuestResponse) GetMemoryOffset() uint64 {
+	if x != nil {
+		return x.MemoryOffset
+	}
+	return 0
+}
+
+func (x *SnapshotGuestResponse) GetMemory() []byte {
+	if x != nil {
+		return x.Memory
+	}
+	return nil
+}
+
+func (x *SnapshotGuestResponse) GetState() []byte {
+	if x != nil {
+		return x.State
+	}
+	return nil
+}
+
 type ListGuestsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The maximum number of guests; 0 means 1,000; values above 10,000 mean 10,000.
@@ -311,7 +440,7 @@ type ListGuestsRequest struct {
 
 func (x *ListGuestsRequest) Reset() {
 	*x = ListGuestsRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[0]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -323,7 +452,7 @@ func (x *ListGuestsRequest) String() string {
 func (*ListGuestsRequest) ProtoMessage() {}
 
 func (x *ListGuestsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[0]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -336,7 +465,7 @@ func (x *ListGuestsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListGuestsRequest.ProtoReflect.Descriptor instead.
 func (*ListGuestsRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{0}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *ListGuestsRequest) GetPageSize() int32 {
@@ -371,7 +500,7 @@ type ListGuestsResponse struct {
 
 func (x *ListGuestsResponse) Reset() {
 	*x = ListGuestsResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[1]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -383,7 +512,7 @@ func (x *ListGuestsResponse) String() string {
 func (*ListGuestsResponse) ProtoMessage() {}
 
 func (x *ListGuestsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[1]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -396,7 +525,7 @@ func (x *ListGuestsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListGuestsResponse.ProtoReflect.Descriptor instead.
 func (*ListGuestsResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{1}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *ListGuestsResponse) GetGuests() []*GuestStatus {
@@ -440,7 +569,7 @@ type GuestStatus struct {
 
 func (x *GuestStatus) Reset() {
 	*x = GuestStatus{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[2]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -452,7 +581,7 @@ func (x *GuestStatus) String() string {
 func (*GuestStatus) ProtoMessage() {}
 
 func (x *GuestStatus) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[2]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -465,7 +594,7 @@ func (x *GuestStatus) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GuestStatus.ProtoReflect.Descriptor instead.
 func (*GuestStatus) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{2}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *GuestStatus) GetGuest() string {
@@ -558,7 +687,7 @@ type DescribeGuestRequest struct {
 
 func (x *DescribeGuestRequest) Reset() {
 	*x = DescribeGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[3]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -570,7 +699,7 @@ func (x *DescribeGuestRequest) String() string {
 func (*DescribeGuestRequest) ProtoMessage() {}
 
 func (x *DescribeGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[3]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -583,7 +712,7 @@ func (x *DescribeGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DescribeGuestRequest.ProtoReflect.Descriptor instead.
 func (*DescribeGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{3}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *DescribeGuestRequest) GetGuest() string {
@@ -636,7 +765,7 @@ type DescribeGuestResponse struct {
 
 func (x *DescribeGuestResponse) Reset() {
 	*x = DescribeGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[4]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -648,7 +777,7 @@ func (x *DescribeGuestResponse) String() string {
 func (*DescribeGuestResponse) ProtoMessage() {}
 
 func (x *DescribeGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[4]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -661,7 +790,7 @@ func (x *DescribeGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DescribeGuestResponse.ProtoReflect.Descriptor instead.
 func (*DescribeGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{4}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *DescribeGuestResponse) GetStatus() *GuestStatus {
@@ -797,8 +926,8 @@ func (x *DescribeGuestResponse) GetKernelState() *KernelState {
 	return nil
 }
 
-// The taints, the load, the warnings and the pressure of the guest's kernel, read from the
-// guest's memory.
+// The taints, the load, the uptime, the warnings and the pressure of the guest's kernel, and
+// whether it has panicked, read from the guest's memory.
 type KernelState struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// A bit for each taint, as in /proc/sys/kernel/tainted.
@@ -816,14 +945,21 @@ type KernelState struct {
 	// The time that tasks waited for a resource, as the kernel has computed it last. It
 	// computes while tasks run, so the figures of an idle guest are those before it became
 	// idle. Empty if they cannot be read or the kernel does not measure them.
-	Pressure      []*Pressure `protobuf:"bytes,5,rep,name=pressure,proto3" json:"pressure,omitempty"`
+	Pressure []*Pressure `protobuf:"bytes,5,rep,name=pressure,proto3" json:"pressure,omitempty"`
+	// Whether a CPU has begun a panic. Unset if it cannot be read.
+	Panicked *bool `protobuf:"varint,6,opt,name=panicked,proto3,oneof" json:"panicked,omitempty"`
+	// The time since boot in whole seconds, with the time in suspend, as in /proc/uptime. The
+	// kernel advances it with its timer tick, so it stands still in a guest that is paused, and may
+	// stand still in one that hangs or has panicked. Unset if it cannot be read or is over 1,000
+	// years.
+	UptimeSeconds *uint64 `protobuf:"varint,7,opt,name=uptime_seconds,json=uptimeSeconds,proto3,oneof" json:"uptime_seconds,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *KernelState) Reset() {
 	*x = KernelState{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[5]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -835,7 +971,7 @@ func (x *KernelState) String() string {
 func (*KernelState) ProtoMessage() {}
 
 func (x *KernelState) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[5]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -848,7 +984,7 @@ func (x *KernelState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KernelState.ProtoReflect.Descriptor instead.
 func (*KernelState) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{5}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *KernelState) GetTaints() uint64 {
@@ -886,6 +1022,20 @@ func (x *KernelState) GetPressure() []*Pressure {
 	return nil
 }
 
+func (x *KernelState) GetPanicked() bool {
+	if x != nil && x.Panicked != nil {
+		return *x.Panicked
+	}
+	return false
+}
+
+func (x *KernelState) GetUptimeSeconds() uint64 {
+	if x != nil && x.UptimeSeconds != nil {
+		return *x.UptimeSeconds
+	}
+	return 0
+}
+
 // The percentage of time in which tasks waited for a resource, as /proc/pressure shows it.
 type Pressure struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -899,7 +1049,7 @@ type Pressure struct {
 
 func (x *Pressure) Reset() {
 	*x = Pressure{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -911,7 +1061,7 @@ func (x *Pressure) String() string {
 func (*Pressure) ProtoMessage() {}
 
 func (x *Pressure) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -924,7 +1074,7 @@ func (x *Pressure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pressure.ProtoReflect.Descriptor instead.
 func (*Pressure) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{6}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Pressure) GetResource() string {
@@ -970,7 +1120,7 @@ type Discovery struct {
 
 func (x *Discovery) Reset() {
 	*x = Discovery{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -982,7 +1132,7 @@ func (x *Discovery) String() string {
 func (*Discovery) ProtoMessage() {}
 
 func (x *Discovery) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -995,7 +1145,7 @@ func (x *Discovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Discovery.ProtoReflect.Descriptor instead.
 func (*Discovery) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{7}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Discovery) GetWay() DiscoveryWay {
@@ -1053,7 +1203,7 @@ type LeftOutModule struct {
 
 func (x *LeftOutModule) Reset() {
 	*x = LeftOutModule{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1065,7 +1215,7 @@ func (x *LeftOutModule) String() string {
 func (*LeftOutModule) ProtoMessage() {}
 
 func (x *LeftOutModule) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1078,7 +1228,7 @@ func (x *LeftOutModule) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeftOutModule.ProtoReflect.Descriptor instead.
 func (*LeftOutModule) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{8}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *LeftOutModule) GetName() string {
@@ -1116,7 +1266,7 @@ type DebugFile struct {
 
 func (x *DebugFile) Reset() {
 	*x = DebugFile{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1128,7 +1278,7 @@ func (x *DebugFile) String() string {
 func (*DebugFile) ProtoMessage() {}
 
 func (x *DebugFile) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1141,7 +1291,7 @@ func (x *DebugFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DebugFile.ProtoReflect.Descriptor instead.
 func (*DebugFile) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{9}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *DebugFile) GetPath() string {
@@ -1181,7 +1331,7 @@ type WatchGuestRequest struct {
 
 func (x *WatchGuestRequest) Reset() {
 	*x = WatchGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1193,7 +1343,7 @@ func (x *WatchGuestRequest) String() string {
 func (*WatchGuestRequest) ProtoMessage() {}
 
 func (x *WatchGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1206,7 +1356,7 @@ func (x *WatchGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchGuestRequest.ProtoReflect.Descriptor instead.
 func (*WatchGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{10}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *WatchGuestRequest) GetGuest() string {
@@ -1225,7 +1375,7 @@ type WatchGuestResponse struct {
 
 func (x *WatchGuestResponse) Reset() {
 	*x = WatchGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1237,7 +1387,7 @@ func (x *WatchGuestResponse) String() string {
 func (*WatchGuestResponse) ProtoMessage() {}
 
 func (x *WatchGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1250,7 +1400,7 @@ func (x *WatchGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchGuestResponse.ProtoReflect.Descriptor instead.
 func (*WatchGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{11}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *WatchGuestResponse) GetStatus() *GuestStatus {
@@ -1275,7 +1425,7 @@ type PauseGuestRequest struct {
 
 func (x *PauseGuestRequest) Reset() {
 	*x = PauseGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1287,7 +1437,7 @@ func (x *PauseGuestRequest) String() string {
 func (*PauseGuestRequest) ProtoMessage() {}
 
 func (x *PauseGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1300,7 +1450,7 @@ func (x *PauseGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseGuestRequest.ProtoReflect.Descriptor instead.
 func (*PauseGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{12}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *PauseGuestRequest) GetGuest() string {
@@ -1338,7 +1488,7 @@ type PauseGuestResponse struct {
 
 func (x *PauseGuestResponse) Reset() {
 	*x = PauseGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1350,7 +1500,7 @@ func (x *PauseGuestResponse) String() string {
 func (*PauseGuestResponse) ProtoMessage() {}
 
 func (x *PauseGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1363,7 +1513,7 @@ func (x *PauseGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseGuestResponse.ProtoReflect.Descriptor instead.
 func (*PauseGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{13}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *PauseGuestResponse) GetStopTime() *durationpb.Duration {
@@ -1389,7 +1539,7 @@ type ResumeGuestRequest struct {
 
 func (x *ResumeGuestRequest) Reset() {
 	*x = ResumeGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1401,7 +1551,7 @@ func (x *ResumeGuestRequest) String() string {
 func (*ResumeGuestRequest) ProtoMessage() {}
 
 func (x *ResumeGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1414,7 +1564,7 @@ func (x *ResumeGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeGuestRequest.ProtoReflect.Descriptor instead.
 func (*ResumeGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{14}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ResumeGuestRequest) GetGuest() string {
@@ -1432,7 +1582,7 @@ type ResumeGuestResponse struct {
 
 func (x *ResumeGuestResponse) Reset() {
 	*x = ResumeGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1444,7 +1594,7 @@ func (x *ResumeGuestResponse) String() string {
 func (*ResumeGuestResponse) ProtoMessage() {}
 
 func (x *ResumeGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1457,7 +1607,7 @@ func (x *ResumeGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeGuestResponse.ProtoReflect.Descriptor instead.
 func (*ResumeGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{15}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{17}
 }
 
 type ShutdownGuestRequest struct {
@@ -1476,7 +1626,7 @@ type ShutdownGuestRequest struct {
 
 func (x *ShutdownGuestRequest) Reset() {
 	*x = ShutdownGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1488,7 +1638,7 @@ func (x *ShutdownGuestRequest) String() string {
 func (*ShutdownGuestRequest) ProtoMessage() {}
 
 func (x *ShutdownGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1501,7 +1651,7 @@ func (x *ShutdownGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownGuestRequest.ProtoReflect.Descriptor instead.
 func (*ShutdownGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{16}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ShutdownGuestRequest) GetGuest() string {
@@ -1543,7 +1693,7 @@ type ShutdownGuestResponse struct {
 
 func (x *ShutdownGuestResponse) Reset() {
 	*x = ShutdownGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[17]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1555,7 +1705,7 @@ func (x *ShutdownGuestResponse) String() string {
 func (*ShutdownGuestResponse) ProtoMessage() {}
 
 func (x *ShutdownGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[17]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1568,7 +1718,7 @@ func (x *ShutdownGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownGuestResponse.ProtoReflect.Descriptor instead.
 func (*ShutdownGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{17}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ShutdownGuestResponse) GetPowerCut() bool {
@@ -1596,7 +1746,7 @@ type StreamConsoleRequest struct {
 
 func (x *StreamConsoleRequest) Reset() {
 	*x = StreamConsoleRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[18]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1608,7 +1758,7 @@ func (x *StreamConsoleRequest) String() string {
 func (*StreamConsoleRequest) ProtoMessage() {}
 
 func (x *StreamConsoleRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[18]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1621,7 +1771,7 @@ func (x *StreamConsoleRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamConsoleRequest.ProtoReflect.Descriptor instead.
 func (*StreamConsoleRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{18}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *StreamConsoleRequest) GetGuest() string {
@@ -1663,7 +1813,7 @@ type StreamConsoleResponse struct {
 
 func (x *StreamConsoleResponse) Reset() {
 	*x = StreamConsoleResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[19]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1675,7 +1825,7 @@ func (x *StreamConsoleResponse) String() string {
 func (*StreamConsoleResponse) ProtoMessage() {}
 
 func (x *StreamConsoleResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[19]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1688,7 +1838,7 @@ func (x *StreamConsoleResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamConsoleResponse.ProtoReflect.Descriptor instead.
 func (*StreamConsoleResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{19}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *StreamConsoleResponse) GetOffset() uint64 {
@@ -1709,7 +1859,15 @@ var File_patchbay_v1_guest_proto protoreflect.FileDescriptor
 
 const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"\n" +
-	"\x17patchbay/v1/guest.proto\x12\vpatchbay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a!patchbay/options/v1/options.proto\"k\n" +
+	"\x17patchbay/v1/guest.proto\x12\vpatchbay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a!patchbay/options/v1/options.proto\"a\n" +
+	"\x14SnapshotGuestRequest\x12\x14\n" +
+	"\x05guest\x18\x01 \x01(\tR\x05guest\x123\n" +
+	"\atimeout\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\atimeout\"\x8d\x01\n" +
+	"\x15SnapshotGuestResponse\x12!\n" +
+	"\fmemory_bytes\x18\x01 \x01(\x04R\vmemoryBytes\x12#\n" +
+	"\rmemory_offset\x18\x02 \x01(\x04R\fmemoryOffset\x12\x16\n" +
+	"\x06memory\x18\x03 \x01(\fR\x06memory\x12\x14\n" +
+	"\x05state\x18\x04 \x01(\fR\x05state\"k\n" +
 	"\x11ListGuestsRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
@@ -1760,16 +1918,20 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"\tdiscovery\x18\x10 \x01(\v2\x16.patchbay.v1.DiscoveryR\tdiscovery\x12#\n" +
 	"\rdeclared_keys\x18\x14 \x01(\rR\fdeclaredKeys\x12-\n" +
 	"\x12declaration_errors\x18\x15 \x03(\tR\x11declarationErrors\x12;\n" +
-	"\fkernel_state\x18\x16 \x01(\v2\x18.patchbay.v1.KernelStateR\vkernelState\"\xe7\x01\n" +
+	"\fkernel_state\x18\x16 \x01(\v2\x18.patchbay.v1.KernelStateR\vkernelState\"\xd4\x02\n" +
 	"\vKernelState\x12\x1b\n" +
 	"\x06taints\x18\x01 \x01(\x04H\x00R\x06taints\x88\x01\x01\x12'\n" +
 	"\x0fload_hundredths\x18\x02 \x03(\x04R\x0eloadHundredths\x12\x1f\n" +
 	"\bwarnings\x18\x03 \x01(\x04H\x01R\bwarnings\x88\x01\x01\x12\x1b\n" +
 	"\x06oopses\x18\x04 \x01(\x04H\x02R\x06oopses\x88\x01\x01\x121\n" +
-	"\bpressure\x18\x05 \x03(\v2\x15.patchbay.v1.PressureR\bpressureB\t\n" +
+	"\bpressure\x18\x05 \x03(\v2\x15.patchbay.v1.PressureR\bpressure\x12\x1f\n" +
+	"\bpanicked\x18\x06 \x01(\bH\x03R\bpanicked\x88\x01\x01\x12*\n" +
+	"\x0euptime_seconds\x18\a \x01(\x04H\x04R\ruptimeSeconds\x88\x01\x01B\t\n" +
 	"\a_taintsB\v\n" +
 	"\t_warningsB\t\n" +
-	"\a_oopses\"h\n" +
+	"\a_oopsesB\v\n" +
+	"\t_panickedB\x11\n" +
+	"\x0f_uptime_seconds\"h\n" +
 	"\bPressure\x12\x1a\n" +
 	"\bresource\x18\x01 \x01(\tR\bresource\x12\x1f\n" +
 	"\vaverage_10s\x18\x02 \x01(\x01R\n" +
@@ -1845,7 +2007,7 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"\fDiscoveryWay\x12\x1d\n" +
 	"\x19DISCOVERY_WAY_UNSPECIFIED\x10\x00\x12\x17\n" +
 	"\x13DISCOVERY_WAY_IMAGE\x10\x01\x12\x16\n" +
-	"\x12DISCOVERY_WAY_NOTE\x10\x022\xa1\x05\n" +
+	"\x12DISCOVERY_WAY_NOTE\x10\x022\x85\x06\n" +
 	"\fGuestService\x12W\n" +
 	"\n" +
 	"ListGuests\x12\x1e.patchbay.v1.ListGuestsRequest\x1a\x1f.patchbay.v1.ListGuestsResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12`\n" +
@@ -1856,7 +2018,8 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"PauseGuest\x12\x1e.patchbay.v1.PauseGuestRequest\x1a\x1f.patchbay.v1.PauseGuestResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\x02\x12Z\n" +
 	"\vResumeGuest\x12\x1f.patchbay.v1.ResumeGuestRequest\x1a .patchbay.v1.ResumeGuestResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\x02\x12`\n" +
 	"\rShutdownGuest\x12!.patchbay.v1.ShutdownGuestRequest\x1a\".patchbay.v1.ShutdownGuestResponse\"\b\xa2\xd4\x18\x04\b\x03\x10\x02\x12d\n" +
-	"\rStreamConsole\x12!.patchbay.v1.StreamConsoleRequest\x1a\".patchbay.v1.StreamConsoleResponse\"\b\xa2\xd4\x18\x04\b\x03\x10\x02(\x010\x01b\x06proto3"
+	"\rStreamConsole\x12!.patchbay.v1.StreamConsoleRequest\x1a\".patchbay.v1.StreamConsoleResponse\"\b\xa2\xd4\x18\x04\b\x03\x10\x02(\x010\x01\x12b\n" +
+	"\rSnapshotGuest\x12!.patchbay.v1.SnapshotGuestRequest\x1a\".patchbay.v1.SnapshotGuestResponse\"\b\xa2\xd4\x18\x04\b\x03\x10\x020\x01b\x06proto3"
 
 var (
 	file_patchbay_v1_guest_proto_rawDescOnce sync.Once
@@ -1871,78 +2034,83 @@ func file_patchbay_v1_guest_proto_rawDescGZIP() []byte {
 }
 
 var file_patchbay_v1_guest_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
-var file_patchbay_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
+var file_patchbay_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
 var file_patchbay_v1_guest_proto_goTypes = []any{
 	(GuestState)(0),               // 0: patchbay.v1.GuestState
 	(RegistrationState)(0),        // 1: patchbay.v1.RegistrationState
 	(TableSource)(0),              // 2: patchbay.v1.TableSource
 	(Transport)(0),                // 3: patchbay.v1.Transport
 	(DiscoveryWay)(0),             // 4: patchbay.v1.DiscoveryWay
-	(*ListGuestsRequest)(nil),     // 5: patchbay.v1.ListGuestsRequest
-	(*ListGuestsResponse)(nil),    // 6: patchbay.v1.ListGuestsResponse
-	(*GuestStatus)(nil),           // 7: patchbay.v1.GuestStatus
-	(*DescribeGuestRequest)(nil),  // 8: patchbay.v1.DescribeGuestRequest
-	(*DescribeGuestResponse)(nil), // 9: patchbay.v1.DescribeGuestResponse
-	(*KernelState)(nil),           // 10: patchbay.v1.KernelState
-	(*Pressure)(nil),              // 11: patchbay.v1.Pressure
-	(*Discovery)(nil),             // 12: patchbay.v1.Discovery
-	(*LeftOutModule)(nil),         // 13: patchbay.v1.LeftOutModule
-	(*DebugFile)(nil),             // 14: patchbay.v1.DebugFile
-	(*WatchGuestRequest)(nil),     // 15: patchbay.v1.WatchGuestRequest
-	(*WatchGuestResponse)(nil),    // 16: patchbay.v1.WatchGuestResponse
-	(*PauseGuestRequest)(nil),     // 17: patchbay.v1.PauseGuestRequest
-	(*PauseGuestResponse)(nil),    // 18: patchbay.v1.PauseGuestResponse
-	(*ResumeGuestRequest)(nil),    // 19: patchbay.v1.ResumeGuestRequest
-	(*ResumeGuestResponse)(nil),   // 20: patchbay.v1.ResumeGuestResponse
-	(*ShutdownGuestRequest)(nil),  // 21: patchbay.v1.ShutdownGuestRequest
-	(*ShutdownGuestResponse)(nil), // 22: patchbay.v1.ShutdownGuestResponse
-	(*StreamConsoleRequest)(nil),  // 23: patchbay.v1.StreamConsoleRequest
-	(*StreamConsoleResponse)(nil), // 24: patchbay.v1.StreamConsoleResponse
-	(*timestamppb.Timestamp)(nil), // 25: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),   // 26: google.protobuf.Duration
+	(*SnapshotGuestRequest)(nil),  // 5: patchbay.v1.SnapshotGuestRequest
+	(*SnapshotGuestResponse)(nil), // 6: patchbay.v1.SnapshotGuestResponse
+	(*ListGuestsRequest)(nil),     // 7: patchbay.v1.ListGuestsRequest
+	(*ListGuestsResponse)(nil),    // 8: patchbay.v1.ListGuestsResponse
+	(*GuestStatus)(nil),           // 9: patchbay.v1.GuestStatus
+	(*DescribeGuestRequest)(nil),  // 10: patchbay.v1.DescribeGuestRequest
+	(*DescribeGuestResponse)(nil), // 11: patchbay.v1.DescribeGuestResponse
+	(*KernelState)(nil),           // 12: patchbay.v1.KernelState
+	(*Pressure)(nil),              // 13: patchbay.v1.Pressure
+	(*Discovery)(nil),             // 14: patchbay.v1.Discovery
+	(*LeftOutModule)(nil),         // 15: patchbay.v1.LeftOutModule
+	(*DebugFile)(nil),             // 16: patchbay.v1.DebugFile
+	(*WatchGuestRequest)(nil),     // 17: patchbay.v1.WatchGuestRequest
+	(*WatchGuestResponse)(nil),    // 18: patchbay.v1.WatchGuestResponse
+	(*PauseGuestRequest)(nil),     // 19: patchbay.v1.PauseGuestRequest
+	(*PauseGuestResponse)(nil),    // 20: patchbay.v1.PauseGuestResponse
+	(*ResumeGuestRequest)(nil),    // 21: patchbay.v1.ResumeGuestRequest
+	(*ResumeGuestResponse)(nil),   // 22: patchbay.v1.ResumeGuestResponse
+	(*ShutdownGuestRequest)(nil),  // 23: patchbay.v1.ShutdownGuestRequest
+	(*ShutdownGuestResponse)(nil), // 24: patchbay.v1.ShutdownGuestResponse
+	(*StreamConsoleRequest)(nil),  // 25: patchbay.v1.StreamConsoleRequest
+	(*StreamConsoleResponse)(nil), // 26: patchbay.v1.StreamConsoleResponse
+	(*durationpb.Duration)(nil),   // 27: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil), // 28: google.protobuf.Timestamp
 }
 var file_patchbay_v1_guest_proto_depIdxs = []int32{
-	7,  // 0: patchbay.v1.ListGuestsResponse.guests:type_name -> patchbay.v1.GuestStatus
-	0,  // 1: patchbay.v1.GuestStatus.state:type_name -> patchbay.v1.GuestState
-	25, // 2: patchbay.v1.GuestStatus.paused_until:type_name -> google.protobuf.Timestamp
-	1,  // 3: patchbay.v1.GuestStatus.registration:type_name -> patchbay.v1.RegistrationState
-	2,  // 4: patchbay.v1.GuestStatus.table_source:type_name -> patchbay.v1.TableSource
-	7,  // 5: patchbay.v1.DescribeGuestResponse.status:type_name -> patchbay.v1.GuestStatus
-	25, // 6: patchbay.v1.DescribeGuestResponse.started_at:type_name -> google.protobuf.Timestamp
-	3,  // 7: patchbay.v1.DescribeGuestResponse.transport:type_name -> patchbay.v1.Transport
-	3,  // 8: patchbay.v1.DescribeGuestResponse.transports:type_name -> patchbay.v1.Transport
-	12, // 9: patchbay.v1.DescribeGuestResponse.discovery:type_name -> patchbay.v1.Discovery
-	10, // 10: patchbay.v1.DescribeGuestResponse.kernel_state:type_name -> patchbay.v1.KernelState
-	11, // 11: patchbay.v1.KernelState.pressure:type_name -> patchbay.v1.Pressure
-	4,  // 12: patchbay.v1.Discovery.way:type_name -> patchbay.v1.DiscoveryWay
-	26, // 13: patchbay.v1.Discovery.time:type_name -> google.protobuf.Duration
-	14, // 14: patchbay.v1.Discovery.debug_file:type_name -> patchbay.v1.DebugFile
-	13, // 15: patchbay.v1.Discovery.left_out_modules:type_name -> patchbay.v1.LeftOutModule
-	7,  // 16: patchbay.v1.WatchGuestResponse.status:type_name -> patchbay.v1.GuestStatus
-	26, // 17: patchbay.v1.PauseGuestRequest.timeout:type_name -> google.protobuf.Duration
-	26, // 18: patchbay.v1.PauseGuestRequest.ttl:type_name -> google.protobuf.Duration
-	26, // 19: patchbay.v1.PauseGuestResponse.stop_time:type_name -> google.protobuf.Duration
-	25, // 20: patchbay.v1.PauseGuestResponse.expires_at:type_name -> google.protobuf.Timestamp
-	26, // 21: patchbay.v1.ShutdownGuestRequest.timeout:type_name -> google.protobuf.Duration
-	5,  // 22: patchbay.v1.GuestService.ListGuests:input_type -> patchbay.v1.ListGuestsRequest
-	8,  // 23: patchbay.v1.GuestService.DescribeGuest:input_type -> patchbay.v1.DescribeGuestRequest
-	15, // 24: patchbay.v1.GuestService.WatchGuest:input_type -> patchbay.v1.WatchGuestRequest
-	17, // 25: patchbay.v1.GuestService.PauseGuest:input_type -> patchbay.v1.PauseGuestRequest
-	19, // 26: patchbay.v1.GuestService.ResumeGuest:input_type -> patchbay.v1.ResumeGuestRequest
-	21, // 27: patchbay.v1.GuestService.ShutdownGuest:input_type -> patchbay.v1.ShutdownGuestRequest
-	23, // 28: patchbay.v1.GuestService.StreamConsole:input_type -> patchbay.v1.StreamConsoleRequest
-	6,  // 29: patchbay.v1.GuestService.ListGuests:output_type -> patchbay.v1.ListGuestsResponse
-	9,  // 30: patchbay.v1.GuestService.DescribeGuest:output_type -> patchbay.v1.DescribeGuestResponse
-	16, // 31: patchbay.v1.GuestService.WatchGuest:output_type -> patchbay.v1.WatchGuestResponse
-	18, // 32: patchbay.v1.GuestService.PauseGuest:output_type -> patchbay.v1.PauseGuestResponse
-	20, // 33: patchbay.v1.GuestService.ResumeGuest:output_type -> patchbay.v1.ResumeGuestResponse
-	22, // 34: patchbay.v1.GuestService.ShutdownGuest:output_type -> patchbay.v1.ShutdownGuestResponse
-	24, // 35: patchbay.v1.GuestService.StreamConsole:output_type -> patchbay.v1.StreamConsoleResponse
-	29, // [29:36] is the sub-list for method output_type
-	22, // [22:29] is the sub-list for method input_type
-	22, // [22:22] is the sub-list for extension type_name
-	22, // [22:22] is the sub-list for extension extendee
-	0,  // [0:22] is the sub-list for field type_name
+	27, // 0: patchbay.v1.SnapshotGuestRequest.timeout:type_name -> google.protobuf.Duration
+	9,  // 1: patchbay.v1.ListGuestsResponse.guests:type_name -> patchbay.v1.GuestStatus
+	0,  // 2: patchbay.v1.GuestStatus.state:type_name -> patchbay.v1.GuestState
+	28, // 3: patchbay.v1.GuestStatus.paused_until:type_name -> google.protobuf.Timestamp
+	1,  // 4: patchbay.v1.GuestStatus.registration:type_name -> patchbay.v1.RegistrationState
+	2,  // 5: patchbay.v1.GuestStatus.table_source:type_name -> patchbay.v1.TableSource
+	9,  // 6: patchbay.v1.DescribeGuestResponse.status:type_name -> patchbay.v1.GuestStatus
+	28, // 7: patchbay.v1.DescribeGuestResponse.started_at:type_name -> google.protobuf.Timestamp
+	3,  // 8: patchbay.v1.DescribeGuestResponse.transport:type_name -> patchbay.v1.Transport
+	3,  // 9: patchbay.v1.DescribeGuestResponse.transports:type_name -> patchbay.v1.Transport
+	14, // 10: patchbay.v1.DescribeGuestResponse.discovery:type_name -> patchbay.v1.Discovery
+	12, // 11: patchbay.v1.DescribeGuestResponse.kernel_state:type_name -> patchbay.v1.KernelState
+	13, // 12: patchbay.v1.KernelState.pressure:type_name -> patchbay.v1.Pressure
+	4,  // 13: patchbay.v1.Discovery.way:type_name -> patchbay.v1.DiscoveryWay
+	27, // 14: patchbay.v1.Discovery.time:type_name -> google.protobuf.Duration
+	16, // 15: patchbay.v1.Discovery.debug_file:type_name -> patchbay.v1.DebugFile
+	15, // 16: patchbay.v1.Discovery.left_out_modules:type_name -> patchbay.v1.LeftOutModule
+	9,  // 17: patchbay.v1.WatchGuestResponse.status:type_name -> patchbay.v1.GuestStatus
+	27, // 18: patchbay.v1.PauseGuestRequest.timeout:type_name -> google.protobuf.Duration
+	27, // 19: patchbay.v1.PauseGuestRequest.ttl:type_name -> google.protobuf.Duration
+	27, // 20: patchbay.v1.PauseGuestResponse.stop_time:type_name -> google.protobuf.Duration
+	28, // 21: patchbay.v1.PauseGuestResponse.expires_at:type_name -> google.protobuf.Timestamp
+	27, // 22: patchbay.v1.ShutdownGuestRequest.timeout:type_name -> google.protobuf.Duration
+	7,  // 23: patchbay.v1.GuestService.ListGuests:input_type -> patchbay.v1.ListGuestsRequest
+	10, // 24: patchbay.v1.GuestService.DescribeGuest:input_type -> patchbay.v1.DescribeGuestRequest
+	17, // 25: patchbay.v1.GuestService.WatchGuest:input_type -> patchbay.v1.WatchGuestRequest
+	19, // 26: patchbay.v1.GuestService.PauseGuest:input_type -> patchbay.v1.PauseGuestRequest
+	21, // 27: patchbay.v1.GuestService.ResumeGuest:input_type -> patchbay.v1.ResumeGuestRequest
+	23, // 28: patchbay.v1.GuestService.ShutdownGuest:input_type -> patchbay.v1.ShutdownGuestRequest
+	25, // 29: patchbay.v1.GuestService.StreamConsole:input_type -> patchbay.v1.StreamConsoleRequest
+	5,  // 30: patchbay.v1.GuestService.SnapshotGuest:input_type -> patchbay.v1.SnapshotGuestRequest
+	8,  // 31: patchbay.v1.GuestService.ListGuests:output_type -> patchbay.v1.ListGuestsResponse
+	11, // 32: patchbay.v1.GuestService.DescribeGuest:output_type -> patchbay.v1.DescribeGuestResponse
+	18, // 33: patchbay.v1.GuestService.WatchGuest:output_type -> patchbay.v1.WatchGuestResponse
+	20, // 34: patchbay.v1.GuestService.PauseGuest:output_type -> patchbay.v1.PauseGuestResponse
+	22, // 35: patchbay.v1.GuestService.ResumeGuest:output_type -> patchbay.v1.ResumeGuestResponse
+	24, // 36: patchbay.v1.GuestService.ShutdownGuest:output_type -> patchbay.v1.ShutdownGuestResponse
+	26, // 37: patchbay.v1.GuestService.StreamConsole:output_type -> patchbay.v1.StreamConsoleResponse
+	6,  // 38: patchbay.v1.GuestService.SnapshotGuest:output_type -> patchbay.v1.SnapshotGuestResponse
+	31, // [31:39] is the sub-list for method output_type
+	23, // [23:31] is the sub-list for method input_type
+	23, // [23:23] is the sub-list for extension type_name
+	23, // [23:23] is the sub-list for extension extendee
+	0,  // [0:23] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_guest_proto_init() }
@@ -1950,14 +2118,14 @@ func file_patchbay_v1_guest_proto_init() {
 	if File_patchbay_v1_guest_proto != nil {
 		return
 	}
-	file_patchbay_v1_guest_proto_msgTypes[5].OneofWrappers = []any{}
+	file_patchbay_v1_guest_proto_msgTypes[7].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_guest_proto_rawDesc), len(file_patchbay_v1_guest_proto_rawDesc)),
 			NumEnums:      5,
-			NumMessages:   20,
+			NumMessages:   22,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

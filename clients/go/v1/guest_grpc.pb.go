@@ -28,6 +28,7 @@ const (
 	GuestService_ResumeGuest_FullMethodName   = "/patchbay.v1.GuestService/ResumeGuest"
 	GuestService_ShutdownGuest_FullMethodName = "/patchbay.v1.GuestService/ShutdownGuest"
 	GuestService_StreamConsole_FullMethodName = "/patchbay.v1.GuestService/StreamConsole"
+	GuestService_SnapshotGuest_FullMethodName = "/patchbay.v1.GuestService/SnapshotGuest"
 )
 
 // GuestServiceClient is the client API for GuestService service.
@@ -72,6 +73,11 @@ type GuestServiceClient interface {
 	// Streams the output of the guest's serial console from `offset` on, and types the client's input
 	// into it. The first message from the client starts the stream.
 	StreamConsole(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[StreamConsoleRequest, StreamConsoleResponse], error)
+	// Saves the guest: streams its memory and then the rest of its state, from which the client
+	// writes two files. The guest is paused until the stream has ended, and other changes of keys
+	// wait. A guest that was paused before stays paused. The audit log records the start and the end.
+	// Errors: NOT_SAVED; VCPU_NOT_STOPPED.
+	SnapshotGuest(ctx context.Context, in *SnapshotGuestRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SnapshotGuestResponse], error)
 }
 
 type guestServiceClient struct {
@@ -164,6 +170,25 @@ func (c *guestServiceClient) StreamConsole(ctx context.Context, opts ...grpc.Cal
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type GuestService_StreamConsoleClient = grpc.BidiStreamingClient[StreamConsoleRequest, StreamConsoleResponse]
 
+func (c *guestServiceClient) SnapshotGuest(ctx context.Context, in *SnapshotGuestRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SnapshotGuestResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &GuestService_ServiceDesc.Streams[2], GuestService_SnapshotGuest_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[SnapshotGuestRequest, SnapshotGuestResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type GuestService_SnapshotGuestClient = grpc.ServerStreamingClient[SnapshotGuestResponse]
+
 // GuestServiceServer is the server API for GuestService service.
 // All implementations must embed UnimplementedGuestServiceServer
 // for forward compatibility.
@@ -206,6 +231,11 @@ type GuestServiceServer interface {
 	// Streams the output of the guest's serial console from `offset` on, and types the client's input
 	// into it. The first message from the client starts the stream.
 	StreamConsole(grpc.BidiStreamingServer[StreamConsoleRequest, StreamConsoleResponse]) error
+	// Saves the guest: streams its memory and then the rest of its state, from which the client
+	// writes two files. The guest is paused until the stream has ended, and other changes of keys
+	// wait. A guest that was paused before stays paused. The audit log records the start and the end.
+	// Errors: NOT_SAVED; VCPU_NOT_STOPPED.
+	SnapshotGuest(*SnapshotGuestRequest, grpc.ServerStreamingServer[SnapshotGuestResponse]) error
 	mustEmbedUnimplementedGuestServiceServer()
 }
 
@@ -236,6 +266,9 @@ func (UnimplementedGuestServiceServer) ShutdownGuest(context.Context, *ShutdownG
 }
 func (UnimplementedGuestServiceServer) StreamConsole(grpc.BidiStreamingServer[StreamConsoleRequest, StreamConsoleResponse]) error {
 	return status.Error(codes.Unimplemented, "method StreamConsole not implemented")
+}
+func (UnimplementedGuestServiceServer) SnapshotGuest(*SnapshotGuestRequest, grpc.ServerStreamingServer[SnapshotGuestResponse]) error {
+	return status.Error(codes.Unimplemented, "method SnapshotGuest not implemented")
 }
 func (UnimplementedGuestServiceServer) mustEmbedUnimplementedGuestServiceServer() {}
 func (UnimplementedGuestServiceServer) testEmbeddedByValue()                      {}
@@ -366,6 +399,17 @@ func _GuestService_StreamConsole_Handler(srv interface{}, stream grpc.ServerStre
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type GuestService_StreamConsoleServer = grpc.BidiStreamingServer[StreamConsoleRequest, StreamConsoleResponse]
 
+func _GuestService_SnapshotGuest_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(SnapshotGuestRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(GuestServiceServer).SnapshotGuest(m, &grpc.GenericServerStream[SnapshotGuestRequest, SnapshotGuestResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type GuestService_SnapshotGuestServer = grpc.ServerStreamingServer[SnapshotGuestResponse]
+
 // GuestService_ServiceDesc is the grpc.ServiceDesc for GuestService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -405,6 +449,11 @@ var GuestService_ServiceDesc = grpc.ServiceDesc{
 			Handler:       _GuestService_StreamConsole_Handler,
 			ServerStreams: true,
 			ClientStreams: true,
+		},
+		{
+			StreamName:    "SnapshotGuest",
+			Handler:       _GuestService_SnapshotGuest_Handler,
+			ServerStreams: true,
 		},
 	},
 	Metadata: "patchbay/v1/guest.proto",

@@ -193,8 +193,8 @@ func (KernelLogSource) EnumDescriptor() ([]byte, []int) {
 
 type Tracepoint struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The name as in tracefs, "system:name"; the system is empty until an agent has reported
-	// it.
+	// The name as in tracefs, "system:name"; the system is empty if neither an agent has reported it
+	// nor the event was found in memory.
 	Name  string          `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	State TracepointState `protobuf:"varint,2,opt,name=state,proto3,enum=patchbay.v1.TracepointState" json:"state,omitempty"`
 	// Whether the tracepoint's key is on, regardless of who turned it on.
@@ -202,7 +202,8 @@ type Tracepoint struct {
 	// The number of attached probes, of the agent and of others; unset if not known.
 	Probes *uint32 `protobuf:"varint,4,opt,name=probes,proto3,oneof" json:"probes,omitempty"`
 	// The other users in the guest that trace the event: names of tracefs instances ("top
-	// level" for the main one), and "N probes by others (perf, BPF, modules)".
+	// level" for the main one) if an agent has reported them, and users that are known by the
+	// functions of their probes.
 	Others []string `protobuf:"bytes,5,rep,name=others,proto3" json:"others,omitempty"`
 	// The clients that keep the event armed, and those that keep it firing.
 	ArmedBy []string `protobuf:"bytes,6,rep,name=armed_by,json=armedBy,proto3" json:"armed_by,omitempty"`
@@ -214,9 +215,18 @@ type Tracepoint struct {
 	// The number of events sent to clients since the event was armed.
 	Events uint64 `protobuf:"varint,11,opt,name=events,proto3" json:"events,omitempty"`
 	// The name of the event's static key in StaticKeysService; empty if it has none.
-	Key           string `protobuf:"bytes,12,opt,name=key,proto3" json:"key,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Key string `protobuf:"bytes,12,opt,name=key,proto3" json:"key,omitempty"`
+	// The probes on the event's tracepoint that belong to no event, and that are silent while it is
+	// parked: `probe_sched_switch` and `probe_sched_wakeup`, by which the kernel learns the names of
+	// tasks while any event is recorded. Known only if the kernel was found in memory.
+	AlsoServes []string `protobuf:"bytes,13,rep,name=also_serves,json=alsoServes,proto3" json:"also_serves,omitempty"`
+	// The functions of the attached probes, in the kernel's order. Those of the kernel's own events
+	// tell their users: `trace_event_raw_event_*` tracefs and the command line's `trace_event=`,
+	// `perf_trace_*` perf, and `__bpf_trace_*` BPF. "unknown" stands for a probe whose name is not
+	// known, such as one of a module. Empty if the kernel was not found in memory.
+	ProbeFunctions []string `protobuf:"bytes,14,rep,name=probe_functions,json=probeFunctions,proto3" json:"probe_functions,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *Tracepoint) Reset() {
@@ -333,12 +343,28 @@ func (x *Tracepoint) GetKey() string {
 	return ""
 }
 
+func (x *Tracepoint) GetAlsoServes() []string {
+	if x != nil {
+		return x.AlsoServes
+	}
+	return nil
+}
+
+func (x *Tracepoint) GetProbeFunctions() []string {
+	if x != nil {
+		return x.ProbeFunctions
+	}
+	return nil
+}
+
 type ListTracepointsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
 	// Globs of "name" or "system:name". A leading `!` excludes. All tracepoints if empty.
-	Patterns  []string `protobuf:"bytes,2,rep,name=patterns,proto3" json:"patterns,omitempty"`
-	ArmedOnly bool     `protobuf:"varint,3,opt,name=armed_only,json=armedOnly,proto3" json:"armed_only,omitempty"`
+	Patterns []string `protobuf:"bytes,2,rep,name=patterns,proto3" json:"patterns,omitempty"`
+	// Only tracepoints with a probe: those that clients have armed, and those that the guest's own
+	// kernel has armed, because of its command line, tracefs, perf, BPF or a module.
+	ArmedOnly bool `protobuf:"varint,3,opt,name=armed_only,json=armedOnly,proto3" json:"armed_only,omitempty"`
 	// The maximum number of tracepoints; 0 means 1,000; values above 10,000 mean 10,000.
 	PageSize  int32  `protobuf:"varint,4,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	PageToken string `protobuf:"bytes,5,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
@@ -1150,7 +1176,11 @@ type TracepointResult struct {
 	// The state after the call.
 	State TracepointState `protobuf:"varint,2,opt,name=state,proto3,enum=patchbay.v1.TracepointState" json:"state,omitempty"`
 	// The other clients because of which the event keeps this state.
-	KeptBy        []string `protobuf:"bytes,3,rep,name=kept_by,json=keptBy,proto3" json:"kept_by,omitempty"`
+	KeptBy []string `protobuf:"bytes,3,rep,name=kept_by,json=keptBy,proto3" json:"kept_by,omitempty"`
+	// The probes that belong to no event and are silent while the event is parked, as in
+	// Tracepoint.also_serves. FireTracepoints and ParkTracepoints fill it; in other answers it is
+	// empty.
+	AlsoServes    []string `protobuf:"bytes,4,rep,name=also_serves,json=alsoServes,proto3" json:"also_serves,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1206,6 +1236,13 @@ func (x *TracepointResult) GetKeptBy() []string {
 	return nil
 }
 
+func (x *TracepointResult) GetAlsoServes() []string {
+	if x != nil {
+		return x.AlsoServes
+	}
+	return nil
+}
+
 type StreamTracepointEventsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
@@ -1231,7 +1268,10 @@ type StreamTracepointEventsRequest struct {
 	Buffered bool `protobuf:"varint,10,opt,name=buffered,proto3" json:"buffered,omitempty"`
 	// Ends the stream when no more events are in the ring buffer, after 10 s at the latest. Only
 	// if the events are read in memory.
-	NoFollow      bool `protobuf:"varint,11,opt,name=no_follow,json=noFollow,proto3" json:"no_follow,omitempty"`
+	NoFollow bool `protobuf:"varint,11,opt,name=no_follow,json=noFollow,proto3" json:"no_follow,omitempty"`
+	// Also sends the bytes and the losses before each event (`record`, `lost_before`), and the formats
+	// of the events. Only if the events are read in memory.
+	Records       bool `protobuf:"varint,12,opt,name=records,proto3" json:"records,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1343,6 +1383,13 @@ func (x *StreamTracepointEventsRequest) GetNoFollow() bool {
 	return false
 }
 
+func (x *StreamTracepointEventsRequest) GetRecords() bool {
+	if x != nil {
+		return x.Records
+	}
+	return false
+}
+
 type StreamTracepointEventsResponse struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Events []*TraceEvent          `protobuf:"bytes,1,rep,name=events,proto3" json:"events,omitempty"`
@@ -1354,7 +1401,10 @@ type StreamTracepointEventsResponse struct {
 	// are armed and fired.
 	Names []string `protobuf:"bytes,4,rep,name=names,proto3" json:"names,omitempty"`
 	// The reader of the events. Set only in the first response.
-	Source        TraceSource `protobuf:"varint,5,opt,name=source,proto3,enum=patchbay.v1.TraceSource" json:"source,omitempty"`
+	Source TraceSource `protobuf:"varint,5,opt,name=source,proto3,enum=patchbay.v1.TraceSource" json:"source,omitempty"`
+	// The formats of events in later responses. A format is sent again when it has changed. Only with
+	// `records`.
+	Formats       []*TraceFormat `protobuf:"bytes,6,rep,name=formats,proto3" json:"formats,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1424,6 +1474,77 @@ func (x *StreamTracepointEventsResponse) GetSource() TraceSource {
 	return TraceSource_TRACE_SOURCE_UNSPECIFIED
 }
 
+func (x *StreamTracepointEventsResponse) GetFormats() []*TraceFormat {
+	if x != nil {
+		return x.Formats
+	}
+	return nil
+}
+
+// The format of an event, as the kernel shows it in tracefs.
+type TraceFormat struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// "system:name".
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// The `common_type` of the records.
+	Id uint32 `protobuf:"varint,2,opt,name=id,proto3" json:"id,omitempty"`
+	// The text of `events/SYSTEM/NAME/format`.
+	Text          string `protobuf:"bytes,3,opt,name=text,proto3" json:"text,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TraceFormat) Reset() {
+	*x = TraceFormat{}
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TraceFormat) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TraceFormat) ProtoMessage() {}
+
+func (x *TraceFormat) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TraceFormat.ProtoReflect.Descriptor instead.
+func (*TraceFormat) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *TraceFormat) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *TraceFormat) GetId() uint32 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *TraceFormat) GetText() string {
+	if x != nil {
+		return x.Text
+	}
+	return ""
+}
+
 type TraceEvent struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// "system:name".
@@ -1442,14 +1563,20 @@ type TraceEvent struct {
 	Fields []*TraceField          `protobuf:"bytes,7,rep,name=fields,proto3" json:"fields,omitempty"`
 	// Interrupts off, need-resched, hard and soft interrupt, and preemption depth, as the
 	// characters of the kernel's own output.
-	Context       string `protobuf:"bytes,8,opt,name=context,proto3" json:"context,omitempty"`
+	Context string `protobuf:"bytes,8,opt,name=context,proto3" json:"context,omitempty"`
+	// The event as it is in the ring buffer, from `common_type` on. Only with `records`.
+	Record []byte `protobuf:"bytes,9,opt,name=record,proto3" json:"record,omitempty"`
+	// The number of events of this CPU whose loss was noticed before this one and after the previous
+	// one that was sent. Their sum is at most that of `overwritten`, `flood` and `malformed` in
+	// TraceLosses, because losses after the last event are not in it. Only with `records`.
+	LostBefore    uint64 `protobuf:"varint,10,opt,name=lost_before,json=lostBefore,proto3" json:"lost_before,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *TraceEvent) Reset() {
 	*x = TraceEvent{}
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[15]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1461,7 +1588,7 @@ func (x *TraceEvent) String() string {
 func (*TraceEvent) ProtoMessage() {}
 
 func (x *TraceEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[15]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1474,7 +1601,7 @@ func (x *TraceEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TraceEvent.ProtoReflect.Descriptor instead.
 func (*TraceEvent) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{15}
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *TraceEvent) GetName() string {
@@ -1533,6 +1660,20 @@ func (x *TraceEvent) GetContext() string {
 	return ""
 }
 
+func (x *TraceEvent) GetRecord() []byte {
+	if x != nil {
+		return x.Record
+	}
+	return nil
+}
+
+func (x *TraceEvent) GetLostBefore() uint64 {
+	if x != nil {
+		return x.LostBefore
+	}
+	return 0
+}
+
 type TraceField struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -1550,7 +1691,7 @@ type TraceField struct {
 
 func (x *TraceField) Reset() {
 	*x = TraceField{}
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[16]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1562,7 +1703,7 @@ func (x *TraceField) String() string {
 func (*TraceField) ProtoMessage() {}
 
 func (x *TraceField) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[16]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1575,7 +1716,7 @@ func (x *TraceField) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TraceField.ProtoReflect.Descriptor instead.
 func (*TraceField) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{16}
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *TraceField) GetName() string {
@@ -1689,7 +1830,7 @@ type TraceLosses struct {
 
 func (x *TraceLosses) Reset() {
 	*x = TraceLosses{}
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[17]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1701,7 +1842,7 @@ func (x *TraceLosses) String() string {
 func (*TraceLosses) ProtoMessage() {}
 
 func (x *TraceLosses) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[17]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1714,7 +1855,7 @@ func (x *TraceLosses) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TraceLosses.ProtoReflect.Descriptor instead.
 func (*TraceLosses) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{17}
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *TraceLosses) GetOverwritten() uint64 {
@@ -1757,7 +1898,7 @@ type TraceMark struct {
 
 func (x *TraceMark) Reset() {
 	*x = TraceMark{}
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[18]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1769,7 +1910,7 @@ func (x *TraceMark) String() string {
 func (*TraceMark) ProtoMessage() {}
 
 func (x *TraceMark) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[18]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1782,7 +1923,7 @@ func (x *TraceMark) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TraceMark.ProtoReflect.Descriptor instead.
 func (*TraceMark) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{18}
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *TraceMark) GetTime() *timestamppb.Timestamp {
@@ -1808,7 +1949,7 @@ type GetTracepointStatsRequest struct {
 
 func (x *GetTracepointStatsRequest) Reset() {
 	*x = GetTracepointStatsRequest{}
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[19]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1820,7 +1961,7 @@ func (x *GetTracepointStatsRequest) String() string {
 func (*GetTracepointStatsRequest) ProtoMessage() {}
 
 func (x *GetTracepointStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[19]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1833,7 +1974,7 @@ func (x *GetTracepointStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetTracepointStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetTracepointStatsRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{19}
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *GetTracepointStatsRequest) GetGuest() string {
@@ -1868,7 +2009,7 @@ type GetTracepointStatsResponse struct {
 
 func (x *GetTracepointStatsResponse) Reset() {
 	*x = GetTracepointStatsResponse{}
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[20]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1880,7 +2021,7 @@ func (x *GetTracepointStatsResponse) String() string {
 func (*GetTracepointStatsResponse) ProtoMessage() {}
 
 func (x *GetTracepointStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[20]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1893,7 +2034,7 @@ func (x *GetTracepointStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetTracepointStatsResponse.ProtoReflect.Descriptor instead.
 func (*GetTracepointStatsResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{20}
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *GetTracepointStatsResponse) GetLosses() *TraceLosses {
@@ -1968,7 +2109,7 @@ type DescribeAgentRequest struct {
 
 func (x *DescribeAgentRequest) Reset() {
 	*x = DescribeAgentRequest{}
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[21]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1980,7 +2121,7 @@ func (x *DescribeAgentRequest) String() string {
 func (*DescribeAgentRequest) ProtoMessage() {}
 
 func (x *DescribeAgentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[21]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1993,7 +2134,7 @@ func (x *DescribeAgentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DescribeAgentRequest.ProtoReflect.Descriptor instead.
 func (*DescribeAgentRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{21}
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *DescribeAgentRequest) GetGuest() string {
@@ -2035,7 +2176,7 @@ type DescribeAgentResponse struct {
 
 func (x *DescribeAgentResponse) Reset() {
 	*x = DescribeAgentResponse{}
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[22]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2047,7 +2188,7 @@ func (x *DescribeAgentResponse) String() string {
 func (*DescribeAgentResponse) ProtoMessage() {}
 
 func (x *DescribeAgentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[22]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2060,7 +2201,7 @@ func (x *DescribeAgentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DescribeAgentResponse.ProtoReflect.Descriptor instead.
 func (*DescribeAgentResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{22}
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *DescribeAgentResponse) GetAbsent() string {
@@ -2204,7 +2345,7 @@ type StreamKernelLogRequest struct {
 
 func (x *StreamKernelLogRequest) Reset() {
 	*x = StreamKernelLogRequest{}
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[23]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2216,7 +2357,7 @@ func (x *StreamKernelLogRequest) String() string {
 func (*StreamKernelLogRequest) ProtoMessage() {}
 
 func (x *StreamKernelLogRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[23]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2229,7 +2370,7 @@ func (x *StreamKernelLogRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamKernelLogRequest.ProtoReflect.Descriptor instead.
 func (*StreamKernelLogRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{23}
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *StreamKernelLogRequest) GetGuest() string {
@@ -2323,7 +2464,7 @@ type StreamKernelLogResponse struct {
 
 func (x *StreamKernelLogResponse) Reset() {
 	*x = StreamKernelLogResponse{}
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[24]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2335,7 +2476,7 @@ func (x *StreamKernelLogResponse) String() string {
 func (*StreamKernelLogResponse) ProtoMessage() {}
 
 func (x *StreamKernelLogResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[24]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2348,7 +2489,7 @@ func (x *StreamKernelLogResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamKernelLogResponse.ProtoReflect.Descriptor instead.
 func (*StreamKernelLogResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{24}
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *StreamKernelLogResponse) GetRecords() []*KernelLogRecord {
@@ -2416,7 +2557,7 @@ type KernelLogRecord struct {
 
 func (x *KernelLogRecord) Reset() {
 	*x = KernelLogRecord{}
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[25]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2428,7 +2569,7 @@ func (x *KernelLogRecord) String() string {
 func (*KernelLogRecord) ProtoMessage() {}
 
 func (x *KernelLogRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[25]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2441,7 +2582,7 @@ func (x *KernelLogRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KernelLogRecord.ProtoReflect.Descriptor instead.
 func (*KernelLogRecord) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{25}
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *KernelLogRecord) GetLevel() uint32 {
@@ -2561,7 +2702,7 @@ var File_patchbay_v1_tracepoints_proto protoreflect.FileDescriptor
 
 const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\n" +
-	"\x1dpatchbay/v1/tracepoints.proto\x12\vpatchbay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17patchbay/v1/guest.proto\x1a\x1dpatchbay/v1/static_keys.proto\x1a!patchbay/options/v1/options.proto\"\xda\x02\n" +
+	"\x1dpatchbay/v1/tracepoints.proto\x12\vpatchbay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17patchbay/v1/guest.proto\x1a\x1dpatchbay/v1/static_keys.proto\x1a!patchbay/options/v1/options.proto\"\xa4\x03\n" +
 	"\n" +
 	"Tracepoint\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x122\n" +
@@ -2576,7 +2717,10 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\atrigger\x18\n" +
 	" \x01(\tR\atrigger\x12\x16\n" +
 	"\x06events\x18\v \x01(\x04R\x06events\x12\x10\n" +
-	"\x03key\x18\f \x01(\tR\x03keyB\t\n" +
+	"\x03key\x18\f \x01(\tR\x03key\x12\x1f\n" +
+	"\valso_serves\x18\r \x03(\tR\n" +
+	"alsoServes\x12'\n" +
+	"\x0fprobe_functions\x18\x0e \x03(\tR\x0eprobeFunctionsB\t\n" +
 	"\a_probes\"\xbf\x01\n" +
 	"\x16ListTracepointsRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x1a\n" +
@@ -2645,11 +2789,13 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\aresults\x18\x01 \x03(\v2\x1d.patchbay.v1.TracepointResultR\aresults\"C\n" +
 	"\x11TracepointSummary\x12\x16\n" +
 	"\x06events\x18\x01 \x01(\rR\x06events\x12\x16\n" +
-	"\x06firing\x18\x02 \x01(\rR\x06firing\"s\n" +
+	"\x06firing\x18\x02 \x01(\rR\x06firing\"\x94\x01\n" +
 	"\x10TracepointResult\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x122\n" +
 	"\x05state\x18\x02 \x01(\x0e2\x1c.patchbay.v1.TracepointStateR\x05state\x12\x17\n" +
-	"\akept_by\x18\x03 \x03(\tR\x06keptBy\"\x8b\x03\n" +
+	"\akept_by\x18\x03 \x03(\tR\x06keptBy\x12\x1f\n" +
+	"\valso_serves\x18\x04 \x03(\tR\n" +
+	"alsoServes\"\xa5\x03\n" +
 	"\x1dStreamTracepointEventsRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x1a\n" +
 	"\bpatterns\x18\x02 \x03(\tR\bpatterns\x12&\n" +
@@ -2663,13 +2809,19 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\binstance\x18\t \x01(\tR\binstance\x12\x1a\n" +
 	"\bbuffered\x18\n" +
 	" \x01(\bR\bbuffered\x12\x1b\n" +
-	"\tno_follow\x18\v \x01(\bR\bnoFollow\"\xf9\x01\n" +
+	"\tno_follow\x18\v \x01(\bR\bnoFollow\x12\x18\n" +
+	"\arecords\x18\f \x01(\bR\arecords\"\xad\x02\n" +
 	"\x1eStreamTracepointEventsResponse\x12/\n" +
 	"\x06events\x18\x01 \x03(\v2\x17.patchbay.v1.TraceEventR\x06events\x120\n" +
 	"\x06losses\x18\x02 \x01(\v2\x18.patchbay.v1.TraceLossesR\x06losses\x12,\n" +
 	"\x05marks\x18\x03 \x03(\v2\x16.patchbay.v1.TraceMarkR\x05marks\x12\x14\n" +
 	"\x05names\x18\x04 \x03(\tR\x05names\x120\n" +
-	"\x06source\x18\x05 \x01(\x0e2\x18.patchbay.v1.TraceSourceR\x06source\"\xf7\x01\n" +
+	"\x06source\x18\x05 \x01(\x0e2\x18.patchbay.v1.TraceSourceR\x06source\x122\n" +
+	"\aformats\x18\x06 \x03(\v2\x18.patchbay.v1.TraceFormatR\aformats\"E\n" +
+	"\vTraceFormat\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x0e\n" +
+	"\x02id\x18\x02 \x01(\rR\x02id\x12\x12\n" +
+	"\x04text\x18\x03 \x01(\tR\x04text\"\xb0\x02\n" +
 	"\n" +
 	"TraceEvent\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x10\n" +
@@ -2679,7 +2831,11 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\rguest_time_ns\x18\x05 \x01(\x04R\vguestTimeNs\x12.\n" +
 	"\x04time\x18\x06 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12/\n" +
 	"\x06fields\x18\a \x03(\v2\x17.patchbay.v1.TraceFieldR\x06fields\x12\x18\n" +
-	"\acontext\x18\b \x01(\tR\acontext\"\xaf\x01\n" +
+	"\acontext\x18\b \x01(\tR\acontext\x12\x16\n" +
+	"\x06record\x18\t \x01(\fR\x06record\x12\x1f\n" +
+	"\vlost_before\x18\n" +
+	" \x01(\x04R\n" +
+	"lostBefore\"\xaf\x01\n" +
 	"\n" +
 	"TraceField\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
@@ -2809,7 +2965,7 @@ func file_patchbay_v1_tracepoints_proto_rawDescGZIP() []byte {
 }
 
 var file_patchbay_v1_tracepoints_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_patchbay_v1_tracepoints_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
+var file_patchbay_v1_tracepoints_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
 var file_patchbay_v1_tracepoints_proto_goTypes = []any{
 	(TracepointState)(0),                   // 0: patchbay.v1.TracepointState
 	(TraceSource)(0),                       // 1: patchbay.v1.TraceSource
@@ -2829,85 +2985,87 @@ var file_patchbay_v1_tracepoints_proto_goTypes = []any{
 	(*TracepointResult)(nil),               // 15: patchbay.v1.TracepointResult
 	(*StreamTracepointEventsRequest)(nil),  // 16: patchbay.v1.StreamTracepointEventsRequest
 	(*StreamTracepointEventsResponse)(nil), // 17: patchbay.v1.StreamTracepointEventsResponse
-	(*TraceEvent)(nil),                     // 18: patchbay.v1.TraceEvent
-	(*TraceField)(nil),                     // 19: patchbay.v1.TraceField
-	(*TraceLosses)(nil),                    // 20: patchbay.v1.TraceLosses
-	(*TraceMark)(nil),                      // 21: patchbay.v1.TraceMark
-	(*GetTracepointStatsRequest)(nil),      // 22: patchbay.v1.GetTracepointStatsRequest
-	(*GetTracepointStatsResponse)(nil),     // 23: patchbay.v1.GetTracepointStatsResponse
-	(*DescribeAgentRequest)(nil),           // 24: patchbay.v1.DescribeAgentRequest
-	(*DescribeAgentResponse)(nil),          // 25: patchbay.v1.DescribeAgentResponse
-	(*StreamKernelLogRequest)(nil),         // 26: patchbay.v1.StreamKernelLogRequest
-	(*StreamKernelLogResponse)(nil),        // 27: patchbay.v1.StreamKernelLogResponse
-	(*KernelLogRecord)(nil),                // 28: patchbay.v1.KernelLogRecord
-	nil,                                    // 29: patchbay.v1.DescribeAgentResponse.LabelsEntry
-	(*durationpb.Duration)(nil),            // 30: google.protobuf.Duration
-	(*FlipReport)(nil),                     // 31: patchbay.v1.FlipReport
-	(ResultView)(0),                        // 32: patchbay.v1.ResultView
-	(*timestamppb.Timestamp)(nil),          // 33: google.protobuf.Timestamp
-	(*Pressure)(nil),                       // 34: patchbay.v1.Pressure
+	(*TraceFormat)(nil),                    // 18: patchbay.v1.TraceFormat
+	(*TraceEvent)(nil),                     // 19: patchbay.v1.TraceEvent
+	(*TraceField)(nil),                     // 20: patchbay.v1.TraceField
+	(*TraceLosses)(nil),                    // 21: patchbay.v1.TraceLosses
+	(*TraceMark)(nil),                      // 22: patchbay.v1.TraceMark
+	(*GetTracepointStatsRequest)(nil),      // 23: patchbay.v1.GetTracepointStatsRequest
+	(*GetTracepointStatsResponse)(nil),     // 24: patchbay.v1.GetTracepointStatsResponse
+	(*DescribeAgentRequest)(nil),           // 25: patchbay.v1.DescribeAgentRequest
+	(*DescribeAgentResponse)(nil),          // 26: patchbay.v1.DescribeAgentResponse
+	(*StreamKernelLogRequest)(nil),         // 27: patchbay.v1.StreamKernelLogRequest
+	(*StreamKernelLogResponse)(nil),        // 28: patchbay.v1.StreamKernelLogResponse
+	(*KernelLogRecord)(nil),                // 29: patchbay.v1.KernelLogRecord
+	nil,                                    // 30: patchbay.v1.DescribeAgentResponse.LabelsEntry
+	(*durationpb.Duration)(nil),            // 31: google.protobuf.Duration
+	(*FlipReport)(nil),                     // 32: patchbay.v1.FlipReport
+	(ResultView)(0),                        // 33: patchbay.v1.ResultView
+	(*timestamppb.Timestamp)(nil),          // 34: google.protobuf.Timestamp
+	(*Pressure)(nil),                       // 35: patchbay.v1.Pressure
 }
 var file_patchbay_v1_tracepoints_proto_depIdxs = []int32{
 	0,  // 0: patchbay.v1.Tracepoint.state:type_name -> patchbay.v1.TracepointState
 	3,  // 1: patchbay.v1.ListTracepointsResponse.tracepoints:type_name -> patchbay.v1.Tracepoint
-	30, // 2: patchbay.v1.ArmTracepointsRequest.ttl:type_name -> google.protobuf.Duration
+	31, // 2: patchbay.v1.ArmTracepointsRequest.ttl:type_name -> google.protobuf.Duration
 	15, // 3: patchbay.v1.ArmTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
-	31, // 4: patchbay.v1.ArmTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
-	30, // 5: patchbay.v1.FireTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	32, // 6: patchbay.v1.FireTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
-	30, // 7: patchbay.v1.FireTracepointsRequest.ttl:type_name -> google.protobuf.Duration
+	32, // 4: patchbay.v1.ArmTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
+	31, // 5: patchbay.v1.FireTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	33, // 6: patchbay.v1.FireTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
+	31, // 7: patchbay.v1.FireTracepointsRequest.ttl:type_name -> google.protobuf.Duration
 	15, // 8: patchbay.v1.FireTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
-	31, // 9: patchbay.v1.FireTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
+	32, // 9: patchbay.v1.FireTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
 	14, // 10: patchbay.v1.FireTracepointsResponse.summary:type_name -> patchbay.v1.TracepointSummary
-	30, // 11: patchbay.v1.ParkTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	32, // 12: patchbay.v1.ParkTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
+	31, // 11: patchbay.v1.ParkTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	33, // 12: patchbay.v1.ParkTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
 	15, // 13: patchbay.v1.ParkTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
-	31, // 14: patchbay.v1.ParkTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
+	32, // 14: patchbay.v1.ParkTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
 	14, // 15: patchbay.v1.ParkTracepointsResponse.summary:type_name -> patchbay.v1.TracepointSummary
 	15, // 16: patchbay.v1.DisarmTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
 	0,  // 17: patchbay.v1.TracepointResult.state:type_name -> patchbay.v1.TracepointState
 	1,  // 18: patchbay.v1.StreamTracepointEventsRequest.source:type_name -> patchbay.v1.TraceSource
-	18, // 19: patchbay.v1.StreamTracepointEventsResponse.events:type_name -> patchbay.v1.TraceEvent
-	20, // 20: patchbay.v1.StreamTracepointEventsResponse.losses:type_name -> patchbay.v1.TraceLosses
-	21, // 21: patchbay.v1.StreamTracepointEventsResponse.marks:type_name -> patchbay.v1.TraceMark
+	19, // 19: patchbay.v1.StreamTracepointEventsResponse.events:type_name -> patchbay.v1.TraceEvent
+	21, // 20: patchbay.v1.StreamTracepointEventsResponse.losses:type_name -> patchbay.v1.TraceLosses
+	22, // 21: patchbay.v1.StreamTracepointEventsResponse.marks:type_name -> patchbay.v1.TraceMark
 	1,  // 22: patchbay.v1.StreamTracepointEventsResponse.source:type_name -> patchbay.v1.TraceSource
-	33, // 23: patchbay.v1.TraceEvent.time:type_name -> google.protobuf.Timestamp
-	19, // 24: patchbay.v1.TraceEvent.fields:type_name -> patchbay.v1.TraceField
-	33, // 25: patchbay.v1.TraceMark.time:type_name -> google.protobuf.Timestamp
-	20, // 26: patchbay.v1.GetTracepointStatsResponse.losses:type_name -> patchbay.v1.TraceLosses
-	30, // 27: patchbay.v1.GetTracepointStatsResponse.clock_error:type_name -> google.protobuf.Duration
-	33, // 28: patchbay.v1.DescribeAgentResponse.connected_at:type_name -> google.protobuf.Timestamp
-	29, // 29: patchbay.v1.DescribeAgentResponse.labels:type_name -> patchbay.v1.DescribeAgentResponse.LabelsEntry
-	30, // 30: patchbay.v1.DescribeAgentResponse.uptime:type_name -> google.protobuf.Duration
-	34, // 31: patchbay.v1.DescribeAgentResponse.pressure:type_name -> patchbay.v1.Pressure
-	2,  // 32: patchbay.v1.StreamKernelLogRequest.source:type_name -> patchbay.v1.KernelLogSource
-	30, // 33: patchbay.v1.StreamKernelLogRequest.since:type_name -> google.protobuf.Duration
-	28, // 34: patchbay.v1.StreamKernelLogResponse.records:type_name -> patchbay.v1.KernelLogRecord
-	2,  // 35: patchbay.v1.StreamKernelLogResponse.source:type_name -> patchbay.v1.KernelLogSource
-	30, // 36: patchbay.v1.KernelLogRecord.time:type_name -> google.protobuf.Duration
-	4,  // 37: patchbay.v1.TracepointsService.ListTracepoints:input_type -> patchbay.v1.ListTracepointsRequest
-	6,  // 38: patchbay.v1.TracepointsService.ArmTracepoints:input_type -> patchbay.v1.ArmTracepointsRequest
-	8,  // 39: patchbay.v1.TracepointsService.FireTracepoints:input_type -> patchbay.v1.FireTracepointsRequest
-	10, // 40: patchbay.v1.TracepointsService.ParkTracepoints:input_type -> patchbay.v1.ParkTracepointsRequest
-	12, // 41: patchbay.v1.TracepointsService.DisarmTracepoints:input_type -> patchbay.v1.DisarmTracepointsRequest
-	16, // 42: patchbay.v1.TracepointsService.StreamTracepointEvents:input_type -> patchbay.v1.StreamTracepointEventsRequest
-	22, // 43: patchbay.v1.TracepointsService.GetTracepointStats:input_type -> patchbay.v1.GetTracepointStatsRequest
-	24, // 44: patchbay.v1.TracepointsService.DescribeAgent:input_type -> patchbay.v1.DescribeAgentRequest
-	26, // 45: patchbay.v1.TracepointsService.StreamKernelLog:input_type -> patchbay.v1.StreamKernelLogRequest
-	5,  // 46: patchbay.v1.TracepointsService.ListTracepoints:output_type -> patchbay.v1.ListTracepointsResponse
-	7,  // 47: patchbay.v1.TracepointsService.ArmTracepoints:output_type -> patchbay.v1.ArmTracepointsResponse
-	9,  // 48: patchbay.v1.TracepointsService.FireTracepoints:output_type -> patchbay.v1.FireTracepointsResponse
-	11, // 49: patchbay.v1.TracepointsService.ParkTracepoints:output_type -> patchbay.v1.ParkTracepointsResponse
-	13, // 50: patchbay.v1.TracepointsService.DisarmTracepoints:output_type -> patchbay.v1.DisarmTracepointsResponse
-	17, // 51: patchbay.v1.TracepointsService.StreamTracepointEvents:output_type -> patchbay.v1.StreamTracepointEventsResponse
-	23, // 52: patchbay.v1.TracepointsService.GetTracepointStats:output_type -> patchbay.v1.GetTracepointStatsResponse
-	25, // 53: patchbay.v1.TracepointsService.DescribeAgent:output_type -> patchbay.v1.DescribeAgentResponse
-	27, // 54: patchbay.v1.TracepointsService.StreamKernelLog:output_type -> patchbay.v1.StreamKernelLogResponse
-	46, // [46:55] is the sub-list for method output_type
-	37, // [37:46] is the sub-list for method input_type
-	37, // [37:37] is the sub-list for extension type_name
-	37, // [37:37] is the sub-list for extension extendee
-	0,  // [0:37] is the sub-list for field type_name
+	18, // 23: patchbay.v1.StreamTracepointEventsResponse.formats:type_name -> patchbay.v1.TraceFormat
+	34, // 24: patchbay.v1.TraceEvent.time:type_name -> google.protobuf.Timestamp
+	20, // 25: patchbay.v1.TraceEvent.fields:type_name -> patchbay.v1.TraceField
+	34, // 26: patchbay.v1.TraceMark.time:type_name -> google.protobuf.Timestamp
+	21, // 27: patchbay.v1.GetTracepointStatsResponse.losses:type_name -> patchbay.v1.TraceLosses
+	31, // 28: patchbay.v1.GetTracepointStatsResponse.clock_error:type_name -> google.protobuf.Duration
+	34, // 29: patchbay.v1.DescribeAgentResponse.connected_at:type_name -> google.protobuf.Timestamp
+	30, // 30: patchbay.v1.DescribeAgentResponse.labels:type_name -> patchbay.v1.DescribeAgentResponse.LabelsEntry
+	31, // 31: patchbay.v1.DescribeAgentResponse.uptime:type_name -> google.protobuf.Duration
+	35, // 32: patchbay.v1.DescribeAgentResponse.pressure:type_name -> patchbay.v1.Pressure
+	2,  // 33: patchbay.v1.StreamKernelLogRequest.source:type_name -> patchbay.v1.KernelLogSource
+	31, // 34: patchbay.v1.StreamKernelLogRequest.since:type_name -> google.protobuf.Duration
+	29, // 35: patchbay.v1.StreamKernelLogResponse.records:type_name -> patchbay.v1.KernelLogRecord
+	2,  // 36: patchbay.v1.StreamKernelLogResponse.source:type_name -> patchbay.v1.KernelLogSource
+	31, // 37: patchbay.v1.KernelLogRecord.time:type_name -> google.protobuf.Duration
+	4,  // 38: patchbay.v1.TracepointsService.ListTracepoints:input_type -> patchbay.v1.ListTracepointsRequest
+	6,  // 39: patchbay.v1.TracepointsService.ArmTracepoints:input_type -> patchbay.v1.ArmTracepointsRequest
+	8,  // 40: patchbay.v1.TracepointsService.FireTracepoints:input_type -> patchbay.v1.FireTracepointsRequest
+	10, // 41: patchbay.v1.TracepointsService.ParkTracepoints:input_type -> patchbay.v1.ParkTracepointsRequest
+	12, // 42: patchbay.v1.TracepointsService.DisarmTracepoints:input_type -> patchbay.v1.DisarmTracepointsRequest
+	16, // 43: patchbay.v1.TracepointsService.StreamTracepointEvents:input_type -> patchbay.v1.StreamTracepointEventsRequest
+	23, // 44: patchbay.v1.TracepointsService.GetTracepointStats:input_type -> patchbay.v1.GetTracepointStatsRequest
+	25, // 45: patchbay.v1.TracepointsService.DescribeAgent:input_type -> patchbay.v1.DescribeAgentRequest
+	27, // 46: patchbay.v1.TracepointsService.StreamKernelLog:input_type -> patchbay.v1.StreamKernelLogRequest
+	5,  // 47: patchbay.v1.TracepointsService.ListTracepoints:output_type -> patchbay.v1.ListTracepointsResponse
+	7,  // 48: patchbay.v1.TracepointsService.ArmTracepoints:output_type -> patchbay.v1.ArmTracepointsResponse
+	9,  // 49: patchbay.v1.TracepointsService.FireTracepoints:output_type -> patchbay.v1.FireTracepointsResponse
+	11, // 50: patchbay.v1.TracepointsService.ParkTracepoints:output_type -> patchbay.v1.ParkTracepointsResponse
+	13, // 51: patchbay.v1.TracepointsService.DisarmTracepoints:output_type -> patchbay.v1.DisarmTracepointsResponse
+	17, // 52: patchbay.v1.TracepointsService.StreamTracepointEvents:output_type -> patchbay.v1.StreamTracepointEventsResponse
+	24, // 53: patchbay.v1.TracepointsService.GetTracepointStats:output_type -> patchbay.v1.GetTracepointStatsResponse
+	26, // 54: patchbay.v1.TracepointsService.DescribeAgent:output_type -> patchbay.v1.DescribeAgentResponse
+	28, // 55: patchbay.v1.TracepointsService.StreamKernelLog:output_type -> patchbay.v1.StreamKernelLogResponse
+	47, // [47:56] is the sub-list for method output_type
+	38, // [38:47] is the sub-list for method input_type
+	38, // [38:38] is the sub-list for extension type_name
+	38, // [38:38] is the sub-list for extension extendee
+	0,  // [0:38] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_tracepoints_proto_init() }
@@ -2918,18 +3076,18 @@ func file_patchbay_v1_tracepoints_proto_init() {
 	file_patchbay_v1_guest_proto_init()
 	file_patchbay_v1_static_keys_proto_init()
 	file_patchbay_v1_tracepoints_proto_msgTypes[0].OneofWrappers = []any{}
-	file_patchbay_v1_tracepoints_proto_msgTypes[16].OneofWrappers = []any{
+	file_patchbay_v1_tracepoints_proto_msgTypes[17].OneofWrappers = []any{
 		(*TraceField_Signed)(nil),
 		(*TraceField_Unsigned)(nil),
 		(*TraceField_Hexadecimal)(nil),
 		(*TraceField_Text)(nil),
 		(*TraceField_Raw)(nil),
 	}
-	file_patchbay_v1_tracepoints_proto_msgTypes[23].OneofWrappers = []any{
+	file_patchbay_v1_tracepoints_proto_msgTypes[24].OneofWrappers = []any{
 		(*StreamKernelLogRequest_FirstSeq)(nil),
 		(*StreamKernelLogRequest_Since)(nil),
 	}
-	file_patchbay_v1_tracepoints_proto_msgTypes[25].OneofWrappers = []any{
+	file_patchbay_v1_tracepoints_proto_msgTypes[26].OneofWrappers = []any{
 		(*KernelLogRecord_Task)(nil),
 		(*KernelLogRecord_Cpu)(nil),
 	}
@@ -2939,7 +3097,7 @@ func file_patchbay_v1_tracepoints_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_tracepoints_proto_rawDesc), len(file_patchbay_v1_tracepoints_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   27,
+			NumMessages:   28,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -143,7 +143,7 @@ def test_changes_are_watched_from_now_and_from_a_revision(web: patchbay.Guest) -
 def test_a_busy_guest_is_an_error_with_its_gate(server: Server, web: patchbay.Guest) -> None:
     server.tell("busy web-1")
     with pytest.raises(patchbay.GuestBusy) as error:
-        web.update(changes(KeyOp.KEY_OP_ENABLE, "alpha"), retry_timeout=0.02)
+        web.update(changes(KeyOp.KEY_OP_ENABLE, "alpha"), retry_timeout=1)
     assert error.value.reason == ErrorReason.ERROR_REASON_GUEST_BUSY
     assert error.value.gate == Gate.GATE_SYSTEM_STATE
     assert error.value.retry_after is not None

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,8 +44,7 @@ def test_the_example_runs(server: Server) -> None:
     assert "alpha is on" in done.stdout
 
 
-def test_the_types_are_strict() -> None:
-    folder = os.environ.get("TMPDIR", "/tmp")
+def test_the_types_are_strict(tmp_path: Path) -> None:
     files = ["src", "examples"]
-    done = run("-m", "mypy", "--strict", "--cache-dir", f"{folder}/patchbay-mypy", *files)
+    done = run("-m", "mypy", "--strict", "--cache-dir", tmp_path / "mypy", *files)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 
 use foldhash::fast::RandomState;
 
-use crate::directory::{self, Listed};
+use crate::directory::{self, Listed, ListedKeys};
 use crate::entry::{EntryFormat, Image, JumpEntry};
 use crate::error::CatalogError;
 use crate::gates::Gates;
@@ -361,6 +361,14 @@ impl Catalog {
                 let mut known = images().flat_map(|image| &image.keys).map(|key| key.id);
                 known.find(|key| text.overlaps(key.0, COUNT_SIZE))
             })
+    }
+
+    /// Lists the keys of an image as its guest listed them; `None` if the image is not registered.
+    /// The guest may have freed its own list.
+    #[must_use]
+    pub fn listed_keys(&self, image: u64) -> Option<ListedKeys> {
+        let image = self.images.get(&image)?;
+        Some(directory::list(&image.keys, image.id))
     }
 
     /// Removes a module with its keys and sites. Returns `false` if it is not registered.

@@ -17,6 +17,11 @@ use crate::memory::GuestMemory;
 
 /// The tracepoint has functions that the kernel calls when the tracepoint is switched.
 const FLAG_REGFUNC: u16 = 1 << 0;
+/// Classes in a record.
+const GUARDED: u16 = 0;
+const REF: u16 = 1;
+const TRACEPOINT: u16 = 2;
+
 /// A key in a directory, before it has a full name.
 pub(crate) struct Listed {
     pub id: KeyId,
@@ -71,6 +76,63 @@ impl Record {
             module: u64_at(24),
         }
     }
+
+    fn encode(&self) -> [u8; RECORD_SIZE] {
+        let mut bytes = [0; RECORD_SIZE];
+        bytes[..8].copy_from_slice(&self.address.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.name.to_le_bytes());
+        bytes[12..14].copy_from_slice(&self.class.to_le_bytes());
+        bytes[14..16].copy_from_slice(&self.flags.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.tracepoint.to_le_bytes());
+        bytes[24..].copy_from_slice(&self.module.to_le_bytes());
+        bytes
+    }
+}
+
+/// A key directory as a guest lists it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ListedKeys {
+    /// Number of records.
+    pub count: u32,
+    /// Size of a record in bytes.
+    pub record_size: u32,
+    /// The array of records.
+    pub records: Vec<u8>,
+    /// The NUL-terminated names.
+    pub names: Vec<u8>,
+}
+
+/// Lists the keys of image `image`. [`read`] returns the same keys for the result.
+pub(crate) fn list(keys: &[Key], image: u64) -> ListedKeys {
+    let mut listed = ListedKeys {
+        record_size: RECORD_SIZE as u32,
+        ..ListedKeys::default()
+    };
+    for key in keys {
+        let name = u32::try_from(listed.names.len()).unwrap_or(u32::MAX);
+        // The numbers of duplicates are not part of the names that the guest lists.
+        let own = key.name().split('#').next().unwrap_or_default();
+        listed.names.extend_from_slice(own.as_bytes());
+        listed.names.push(0);
+        let record = Record {
+            address: key.id.0,
+            name,
+            class: match key.class {
+                Class::Ref => REF,
+                Class::Tracepoint => TRACEPOINT,
+                Class::Guarded | Class::DynamicDebug | Class::Never => GUARDED,
+            },
+            flags: match key.switched_by_function {
+                true => FLAG_REGFUNC,
+                false => 0,
+            },
+            tracepoint: key.tracepoint,
+            module: image,
+        };
+        listed.records.extend(record.encode());
+        listed.count += 1;
+    }
+    listed
 }
 
 /// Reads the directory of image `image`. Returns the keys sorted by address.
@@ -202,12 +264,12 @@ fn class(record: &Record, tracepoint_key: u32) -> Result<Class, CatalogError> {
         ..
     } = *record;
     match class {
-        0 => Ok(Class::Guarded),
-        1 => Ok(Class::Ref),
-        2 if tracepoint.checked_add(u64::from(tracepoint_key)) == Some(address) => {
+        GUARDED => Ok(Class::Guarded),
+        REF => Ok(Class::Ref),
+        TRACEPOINT if tracepoint.checked_add(u64::from(tracepoint_key)) == Some(address) => {
             Ok(Class::Tracepoint)
         }
-        2 => Err(CatalogError::NotTheTracepointsKey {
+        TRACEPOINT => Err(CatalogError::NotTheTracepointsKey {
             address,
             tracepoint,
         }),

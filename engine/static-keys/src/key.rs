@@ -62,6 +62,7 @@ pub struct Key {
 }
 
 /// Splits a full name into the module's name, empty for the kernel image, and the key's own name.
+/// Events, "system:name", are split in the same way.
 #[must_use]
 pub fn split_name(full_name: &str) -> (&str, &str) {
     // The names of modules and keys contain no colon: see `clean`.

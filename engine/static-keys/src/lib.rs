@@ -57,6 +57,7 @@ mod verify;
 pub use busy::{Busy, Gate};
 pub use catalog::Catalog;
 pub use commit::{CommitError, CommitOutcome, GateWord, RunningError, Undo, Write, WriteError};
+pub use directory::ListedKeys;
 pub use entry::{EntryFormat, Image, JumpEntry};
 pub use error::CatalogError;
 pub use gates::{

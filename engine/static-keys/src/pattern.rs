@@ -178,6 +178,13 @@ impl Patterns {
         (self.wanted.is_empty() || self.wanted.iter().any(hit)) && !self.unwanted.iter().any(hit)
     }
 
+    /// Returns whether a key is selected, by its full name: "name" or "module:name".
+    #[must_use]
+    pub fn select_full(&self, full_name: &str) -> bool {
+        let (module, name) = crate::split_name(full_name);
+        self.select(module, name)
+    }
+
     /// Returns whether the name of a guest is selected. A colon has no special meaning.
     #[must_use]
     pub fn select_whole(&self, name: &str) -> bool {
@@ -195,6 +202,16 @@ impl Patterns {
         let hit = |pattern: &Pattern| pattern.whole.matches_path(name);
         let taken = |pattern: &Pattern| pattern.whole.matches(name);
         (self.wanted.is_empty() || self.wanted.iter().any(hit)) && !self.unwanted.iter().any(taken)
+    }
+
+    /// Returns whether one of the patterns, excluding ones included, matches the name of a
+    /// principal. A wanted `*` or `**`, which selects everybody, does not count.
+    #[must_use]
+    pub fn names_path(&self, name: &str) -> bool {
+        let is_everybody = |pattern: &Pattern| matches!(&*pattern.whole.bytes, b"*" | b"**");
+        let wanted = self.wanted.iter().filter(|pattern| !is_everybody(pattern));
+        let mut all = wanted.chain(&self.unwanted);
+        all.any(|pattern| pattern.whole.matches_path(name))
     }
 }
 

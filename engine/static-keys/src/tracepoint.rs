@@ -60,12 +60,32 @@ impl Catalog {
         memory: &M,
         key: KeyId,
     ) -> Result<Option<Tracepoint>, ReadError> {
-        let Some(address) = self.tracepoint_of(key) else {
+        let Some(funcs) = self.funcs(memory, key)? else {
             return Ok(None);
         };
-        let funcs = word(memory, address, self.layout.tracepoint_funcs)?;
         let (probes, _) = read_probes(memory, funcs)?;
         Ok(Some(Tracepoint { probes }))
+    }
+
+    /// Reads the addresses of the functions of a key's probes, up to 256; none if the key has no
+    /// tracepoint.
+    ///
+    /// # Errors
+    /// Same as [`Catalog::tracepoint`].
+    pub fn probe_functions<M: GuestMemory>(
+        &self,
+        memory: &M,
+        key: KeyId,
+    ) -> Result<Vec<u64>, ReadError> {
+        let Some(funcs) = self.funcs(memory, key)? else {
+            return Ok(vec![]);
+        };
+        let mut functions = vec![];
+        each_probe(memory, funcs, |probe| {
+            let function = probe.first_chunk().copied().unwrap_or_default();
+            functions.push(u64::from_le_bytes(function));
+        })?;
+        Ok(functions)
     }
 
     /// Reads the probes of a key's tracepoint. Returns `None` if the key has no tracepoint.
@@ -77,17 +97,20 @@ impl Catalog {
         memory: &M,
         key: KeyId,
     ) -> Result<Option<Probes>, ReadError> {
-        let Some(address) = self.tracepoint_of(key) else {
+        let Some(funcs) = self.funcs(memory, key)? else {
             return Ok(None);
         };
-        let funcs = word(memory, address, self.layout.tracepoint_funcs)?;
         let (_, contents) = read_probes(memory, funcs)?;
         Ok(Some(Probes { funcs, contents }))
     }
 
-    fn tracepoint_of(&self, key: KeyId) -> Option<u64> {
-        let address = self.key(key)?.tracepoint;
-        (address != 0).then_some(address)
+    /// Reads the address of the array of a key's probes. Returns `None` if the key has no
+    /// tracepoint.
+    fn funcs<M: GuestMemory>(&self, memory: &M, key: KeyId) -> Result<Option<u64>, ReadError> {
+        match self.key(key).map_or(0, |key| key.tracepoint) {
+            0 => Ok(None),
+            address => word(memory, address, self.layout.tracepoint_funcs).map(Some),
+        }
     }
 }
 
@@ -101,17 +124,32 @@ fn word<M: GuestMemory>(memory: &M, address: u64, offset: u32) -> Result<u64, Re
 fn read_probes<M: GuestMemory>(memory: &M, funcs: u64) -> Result<(u32, u64), ReadError> {
     let mut digest = FixedState::default().build_hasher();
     let mut probes = 0;
+    each_probe(memory, funcs, |probe| {
+        digest.write(probe);
+        probes += 1;
+    })?;
+    Ok((probes, digest.finish()))
+}
+
+/// Reads the probes of a `funcs` array, up to 256.
+fn each_probe<M: GuestMemory>(
+    memory: &M,
+    funcs: u64,
+    mut each: impl FnMut(&[u8; PROBE_SIZE]),
+) -> Result<(), ReadError> {
+    if funcs == 0 {
+        return Ok(());
+    }
     let mut at = funcs;
-    while funcs != 0 && probes < PROBES_MAX {
+    for _ in 0..PROBES_MAX {
         let mut probe = [0; PROBE_SIZE];
         memory.read_gva(at, &mut probe)?;
         // A probe without a function ends the array.
         if probe[..8] == [0; 8] {
             break;
         }
-        digest.write(&probe);
-        probes += 1;
+        each(&probe);
         at = at.saturating_add(PROBE_SIZE as u64);
     }
-    Ok((probes, digest.finish()))
+    Ok(())
 }

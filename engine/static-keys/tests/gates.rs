@@ -365,9 +365,15 @@ fn probes_are_told_apart_by_address_and_contents() {
     ] {
         assert_ne!(one, set(at, probes), "{at:#x} {probes:?}");
     }
+    set(arrays, &[(0x1000, 1), (0x2000, 1)]);
+    let functions = |key| catalog.probe_functions(&world.memory, world.key(key));
+    assert_eq!(functions(2), Ok(vec![0x1000, 0x2000]));
+    assert_eq!(functions(0), Ok(vec![]));
     world.memory.poke_u64(funcs, 0);
+    assert_eq!(functions(2), Ok(vec![]));
     assert!(catalog.probes(&world.memory, world.key(2)).is_ok());
     world.memory.poke_u64(funcs, u64::MAX - 7);
+    assert!(functions(2).is_err());
     assert!(catalog.probes(&world.memory, world.key(2)).is_err());
     assert_eq!(catalog.probes(&world.memory, world.key(0)), Ok(None));
 }

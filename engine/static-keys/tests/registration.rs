@@ -375,6 +375,21 @@ fn names_that_occur_twice_are_numbered_by_address() {
     assert!(catalog.find("key0").is_none());
     let names: Vec<&str> = catalog.keys().map(|key| &*key.full_name).collect();
     assert_eq!(names, ["key0#1", "key0#2", "key1"]);
+
+    // The list that is made from the catalog gives the same keys.
+    let listed = catalog.listed_keys(0).expect("the kernel is an image");
+    let mut kernel = world.kernel();
+    assert_eq!(
+        (listed.count, u64::from(listed.record_size)),
+        (3, RECORD_SIZE)
+    );
+    kernel.directory.names_size = u32::try_from(listed.names.len()).expect("short");
+    world.memory.poke(kernel.directory.keys, &listed.records);
+    world.memory.poke(kernel.directory.names, &listed.names);
+    let again = Catalog::new(&world.memory, &kernel).expect("a kernel");
+    let keys = |catalog: &Catalog| catalog.keys().cloned().collect::<Vec<_>>();
+    assert_eq!(keys(&again), keys(&catalog));
+    assert!(catalog.listed_keys(1).is_none());
 }
 
 #[test]

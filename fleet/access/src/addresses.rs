@@ -46,6 +46,16 @@ pub fn hide_in_text(text: &mut [u8]) {
     }
 }
 
+/// Does the same as [`hide_in_text`] for a string.
+pub fn hide_in_string(text: &mut String) {
+    let mut bytes = std::mem::take(text).into_bytes();
+    hide_in_text(&mut bytes);
+    *text = match String::from_utf8(bytes) {
+        Ok(text) => text,
+        Err(error) => String::from_utf8_lossy(error.as_bytes()).into_owned(),
+    };
+}
+
 /// Overwrites the hexadecimal bytes after the first "Code: " of each line.
 fn hide_instructions(text: &mut [u8]) {
     const LABEL: &[u8] = b"Code: ";

@@ -67,7 +67,7 @@ pub enum CertsError {
     Host(String),
     /// The certificate would identify no principal.
     #[error("the certificate would be of no use: {0}")]
-    Identity(#[from] IdentityError),
+    Identity(IdentityError),
     /// The trust domain is malformed.
     #[error(
         "{0:?} is not a trust domain; give lowercase letters, digits, '.', '-' and '_', as in example.org"
@@ -93,7 +93,21 @@ pub enum CertsError {
     Days(u32),
     /// An error of the library.
     #[error("the certificate cannot be made: {0}")]
-    Make(#[from] rcgen::Error),
+    Make(rcgen::Error),
+}
+
+// The text of these errors is part of the message. They are not the source too, because a report of
+// the chain of errors would print them twice.
+impl From<IdentityError> for CertsError {
+    fn from(error: IdentityError) -> Self {
+        Self::Identity(error)
+    }
+}
+
+impl From<rcgen::Error> for CertsError {
+    fn from(error: rcgen::Error) -> Self {
+        Self::Make(error)
+    }
 }
 
 /// A certificate to issue.
@@ -468,6 +482,7 @@ mod tests {
             };
             let error = issue(folder.path(), &request).expect_err(name);
             assert!(matches!(error, CertsError::Identity(_)), "{error}");
+            assert!(std::error::Error::source(&error).is_none(), "printed twice");
             assert!(!folder.path().join(format!("{name}.key")).exists());
         }
         let other = Request {

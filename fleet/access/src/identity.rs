@@ -163,9 +163,9 @@ fn common_name(certificate: &X509Certificate<'_>) -> Result<String, IdentityErro
         let start = name.get(..prefix.len());
         start.is_some_and(|start| start.eq_ignore_ascii_case(prefix))
     });
-    // Monitors use `RESERVED` and "unknown" as names. A slash occurs only in SPIFFE ids, and in the
-    // names that monitors give to the streams of a principal.
-    if foreign || name == RESERVED || name == "unknown" || name.contains('/') {
+    // A slash occurs only in SPIFFE ids, and in the names that monitors give to the streams of a
+    // principal.
+    if foreign || is_reserved(name) || name.contains('/') {
         return Err(IdentityError::Reserved(shown(name)));
     }
     Ok(name.to_owned())
@@ -215,7 +215,12 @@ fn checked(principal: String) -> Result<String, IdentityError> {
 /// use for themselves are not.
 #[must_use]
 pub fn is_principal(name: &str) -> bool {
-    name != RESERVED && name != "unknown" && checked(name.to_owned()).is_ok()
+    !is_reserved(name) && checked(name.to_owned()).is_ok()
+}
+
+/// Returns whether monitors use the name for themselves.
+fn is_reserved(name: &str) -> bool {
+    name == RESERVED || name == "unknown"
 }
 
 fn shown(name: &str) -> String {

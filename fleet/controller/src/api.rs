@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, Stream, StreamExt, stream};
+use patchbay_access::addresses::hide_in_string;
 use patchbay_access::listen::admission::Admission;
 use patchbay_access::listen::tls::Tls;
 use patchbay_access::listen::{DEFAULT_STREAM_AGE, Incoming, MAX_CALLS};
@@ -25,12 +26,11 @@ use tokio::net::TcpListener;
 use tonic::{Request, Response, Status};
 
 use self::caller::{Caller, not_leading};
-use crate::authority::{Refused, finish};
+use crate::authority::Refused;
 use crate::controller::{Controller, Leadership, PlanError};
 use crate::plan::diff::DiffError;
 use crate::rollout::{Member, Rollout, State};
-use crate::runner::{Command, NotDeleted, Running, now};
-use crate::sight::without_addresses;
+use crate::runner::{Command, NoAnswer, NotDeleted, Running, now};
 use crate::store::StoreError;
 use crate::{drift, hosts, plan, view};
 
@@ -60,10 +60,8 @@ pub async fn serve(
     let authority = controller.authority();
     let tls = tcp.as_ref().map(|(_, tls)| tls.clone());
     let admission = Admission::new(authority.policy().clone(), tls);
-    let (mut incoming, connections) = Incoming::new(admission.clone());
-    if let Some(audit) = authority.audit() {
-        incoming = incoming.recording(audit.clone());
-    }
+    let (incoming, connections) = Incoming::new(admission.clone());
+    let incoming = incoming.recording(authority.audit().cloned());
     let api = Api {
         controller: Arc::clone(&controller),
         admission,
@@ -136,7 +134,7 @@ impl Api {
 
     fn refused(&self, caller: &Caller, running: &Running, refused: &Refused) -> Status {
         match refused {
-            Refused::Deposed => not_leading(&self.controller),
+            Refused::NoAnswer(NoAnswer::NotSent) => not_leading(&self.controller),
             refused => caller.refused(&running.rollout(), refused),
         }
     }
@@ -286,7 +284,7 @@ impl RolloutService for Api {
         let mut drifts: Vec<v1::Drift> = drifts.map(view::drift).collect();
         if !caller.sees_addresses(&running.rollout()) {
             for drift in &mut drifts {
-                without_addresses(&mut drift.actual);
+                hide_in_string(&mut drift.actual);
             }
         }
         Ok(Response::new(v1::DriftResponse {
@@ -462,14 +460,12 @@ impl RolloutService for Api {
         let (leads, name) = (self.leadership()?, &request.rollout);
         let (authority, principal) = (self.controller.authority(), caller.principal());
         let deleted = if request.unreadable && leads.unreadable().contains_key(name) {
-            let intent = authority.delete_unreadable(principal, name).await;
-            let intent = intent.map_err(|refused| match refused {
+            let deleting = leads.delete_unreadable(name, principal);
+            let deleted = authority.delete_unreadable(principal, name, deleting).await;
+            deleted.map_err(|refused| match refused {
                 Refused::Denied(why) => caller.denied(&why),
                 refused => Status::unavailable(refused.to_string()),
-            })?;
-            let deleted = leads.delete_unreadable(name, principal).await;
-            finish(intent, deleted.as_ref().map(|_| ""));
-            deleted
+            })?
         } else {
             let running = self.running(&caller, name)?;
             let deleted = authority.delete(principal, &running).await;
@@ -494,13 +490,13 @@ impl RolloutService for Api {
         let index = find(&rollout, &caller, &request.host, &request.guest)?;
         let members = rollout.members();
         let mut guest = view::guest(rollout.header(), index, &members[index]);
-        let hidden = caller.sight();
-        let hidden = hidden.hidden(&rollout);
+        let sight = caller.sight();
+        let hidden = sight.hidden(&rollout);
         let reasons = view::explain(&rollout, index, now()).into_iter();
         let mut reasons: Vec<String> = reasons.map(|reason| hidden.shown(&reason)).collect();
         if !caller.sees_addresses(&rollout) {
             let texts = reasons.iter_mut().chain([&mut guest.message]);
-            texts.for_each(without_addresses);
+            texts.for_each(hide_in_string);
         }
         let guest = Some(guest);
         Ok(Response::new(v1::ExplainResponse { guest, reasons }))

@@ -54,23 +54,8 @@ pub enum Refused {
     NotLegal(#[from] NotLegal),
     #[error("the audit log cannot be written, so the command is not carried out: {0}")]
     Audit(String),
-    /// The replica does not lead, and has not carried out the command.
-    #[error("this replica does not lead any more")]
-    Deposed,
-    #[error(
-        "this replica stopped leading while it carried out the command; `rollout status` shows \
-         whether the command took effect"
-    )]
-    Unknown,
-}
-
-impl From<NoAnswer> for Refused {
-    fn from(why: NoAnswer) -> Self {
-        match why {
-            NoAnswer::NotSent => Self::Deposed,
-            NoAnswer::Lost => Self::Unknown,
-        }
-    }
+    #[error("{0}")]
+    NoAnswer(#[from] NoAnswer),
 }
 
 impl Authority {
@@ -152,7 +137,7 @@ impl Authority {
             Ok(told) => told.map_err(Refused::NotLegal),
             Err(lost) => Err(lost.into()),
         };
-        finish(intent, told.as_ref().map(|()| ""));
+        finish(intent, &told);
         told
     }
 
@@ -168,12 +153,9 @@ impl Authority {
         let (name, rule) = {
             let rollout = running.rollout();
             let policy = self.policy.current();
-            let decision = about(
-                principal,
-                role(&rollout),
-                concerned(&rollout),
-                |question, _| policy.decide_without_caps(question),
-            );
+            let decision = about(principal, &rollout, concerned(&rollout), |question, _| {
+                policy.decide_without_caps(question)
+            });
             (rollout.header().name.clone(), allowed(decision))
         };
         let rule = rule.map_err(|why| {
@@ -185,20 +167,22 @@ impl Authority {
             .intend(principal, "Delete", &rule, &request, "")
             .await?;
         let deleted = running.delete(principal).await?;
-        finish(intent, deleted.as_ref().map(|_| ""));
+        finish(intent, &deleted);
         Ok(deleted)
     }
 
-    /// Decides whether the principal may delete a rollout whose records cannot be read, and records
-    /// the intent. The guests and keys of such a rollout are not known.
+    /// Awaits `deleting`, which deletes a rollout whose records cannot be read, for this principal,
+    /// and returns the file to which the records were written. The guests and keys of such a
+    /// rollout are not known.
     ///
     /// # Errors
-    /// [`Refused`].
+    /// [`Refused`]. The inner error is the reason why the rollout is not deleted.
     pub async fn delete_unreadable(
         &self,
         principal: &str,
         rollout: &str,
-    ) -> Result<Option<Pending>, Refused> {
+        deleting: impl Future<Output = Result<PathBuf, NotDeleted>>,
+    ) -> Result<Result<PathBuf, NotDeleted>, Refused> {
         let policy = self.policy.current();
         let rule = policy.unlimited_admin(principal).ok_or_else(|| {
             let why = "deleting a rollout that cannot be read requires the role admin for all \
@@ -207,7 +191,10 @@ impl Authority {
             Refused::Denied(why.to_owned())
         })?;
         let request = serde_json::json!({ "rollout": rollout, "unreadable": true });
-        self.intend(principal, "Delete", rule, &request, "").await
+        let intent = self.intend(principal, "Delete", rule, &request, "").await?;
+        let deleted = deleting.await;
+        finish(intent, &deleted);
+        Ok(deleted)
     }
 
     /// Checks that the principal may change anything at all.
@@ -232,7 +219,7 @@ impl Authority {
     pub fn may_plan(&self, principal: &str, rollout: &Rollout) -> Result<String, String> {
         let policy = self.policy.current();
         let decide = |question: &Question<'_>, _: &[&str]| policy.decide(question);
-        let rule = allowed(about(principal, role(rollout), concerned(rollout), decide));
+        let rule = allowed(about(principal, rollout, concerned(rollout), decide));
         rule.map_err(|why| {
             self.denied(principal, "Plan", &rollout.header().name, &why);
             Sight::new(&policy, principal).hidden(rollout).shown(&why)
@@ -250,15 +237,11 @@ impl Authority {
         rollout: &Rollout,
         member: &Member,
     ) -> Result<(), String> {
-        let policy = self.policy.current();
-        // The member may claim other keys than those for which the start was approved.
-        let decided = about(principal, role(rollout), [member], |question, counted| {
-            allowed(policy.decide_without_caps(question))?;
-            check_approvals(&policy, question, rollout).map_err(|refused| refused.to_string())?;
-            allowed(self.policy.charge(question, counted)).map(drop)
-        });
-        decided.inspect_err(|why| {
-            self.denied(principal, "Drift", &rollout.header().name, why);
+        self.about_guest(principal, rollout, member, |policy, question, counted| {
+            // The member may claim other keys than those for which the start was approved.
+            check_approvals(policy, question, rollout)?;
+            let charged = allowed(self.policy.charge(question, counted));
+            charged.map(drop).map_err(Refused::Denied)
         })
     }
 
@@ -272,10 +255,24 @@ impl Authority {
         rollout: &Rollout,
         member: &Member,
     ) -> Result<(), String> {
+        self.about_guest(principal, rollout, member, |policy, question, _| {
+            check_leaving(policy, question, rollout)
+        })
+    }
+
+    /// Decides whether the principal may change one guest of the rollout, and records a refusal.
+    /// `ask` checks the further conditions.
+    fn about_guest(
+        &self,
+        principal: &str,
+        rollout: &Rollout,
+        member: &Member,
+        ask: impl FnOnce(&Policy, &Question<'_>, &[&str]) -> Result<(), Refused>,
+    ) -> Result<(), String> {
         let policy = self.policy.current();
-        let decided = about(principal, role(rollout), [member], |question, _| {
+        let decided = about(principal, rollout, [member], |question, counted| {
             allowed(policy.decide_without_caps(question))?;
-            check_leaving(&policy, question, rollout).map_err(|refused| refused.to_string())
+            ask(&policy, question, counted).map_err(|refused| refused.to_string())
         });
         decided.inspect_err(|why| {
             self.denied(principal, "Drift", &rollout.header().name, why);
@@ -292,7 +289,7 @@ impl Authority {
         let policy = self.policy.current();
         about(
             principal,
-            role(rollout),
+            rollout,
             concerned(rollout),
             |question, counted| {
                 let decision = match command.breaks_glass() {
@@ -356,9 +353,9 @@ impl Authority {
 }
 
 /// Records the outcome of a command.
-pub fn finish<E: std::fmt::Display>(intent: Option<Pending>, outcome: Result<&str, E>) {
+pub fn finish<T, E: std::fmt::Display>(intent: Option<Pending>, outcome: &Result<T, E>) {
     match (intent, outcome) {
-        (Some(intent), Ok(text)) => intent.finish("OK", text),
+        (Some(intent), Ok(_)) => intent.finish("OK", ""),
         (Some(intent), Err(error)) => intent.finish("FAILED_PRECONDITION", &error.to_string()),
         (None, _) => {}
     }
@@ -390,9 +387,14 @@ pub fn operates(policy: &Policy, principal: &str, rollout: &Rollout) -> bool {
 
 /// Returns the number of approvals that the rollout needs.
 pub fn approvals_needed(policy: &Policy, rollout: &Rollout) -> usize {
-    let demand = about("", role(rollout), concerned(rollout), |question, _| {
+    let demand = about("", rollout, concerned(rollout), |question, _| {
         demand(policy, question)
     });
+    needed(&demand, rollout)
+}
+
+/// Returns the number of approvals that the rollout needs if the policy has this demand.
+fn needed(demand: &Demand, rollout: &Rollout) -> usize {
     demand.min.max(rollout.header().policy.approvals).max(1)
 }
 
@@ -409,17 +411,12 @@ impl Verdicts {
     /// Decides without counting anything. Caps are compared with this rollout alone.
     pub fn new(policy: &Policy, principal: &str, rollout: &Rollout) -> Self {
         let text = |refused: Refused| refused.to_string();
-        about(
-            principal,
-            role(rollout),
-            concerned(rollout),
-            |question, _| Self {
-                advance: allowed(policy.decide(question)).map(drop),
-                stop: allowed(policy.decide_without_caps(question)).map(drop),
-                start: check_approvals(policy, question, rollout).map_err(text),
-                promote: check_promotion(policy, question).map_err(text),
-            },
-        )
+        about(principal, rollout, concerned(rollout), |question, _| Self {
+            advance: allowed(policy.decide(question)).map(drop),
+            stop: allowed(policy.decide_without_caps(question)).map(drop),
+            start: check_approvals(policy, question, rollout).map_err(text),
+            promote: check_promotion(policy, question).map_err(text),
+        })
     }
 
     /// Returns the decision about a command.
@@ -441,7 +438,7 @@ fn check_approvals(
     rollout: &Rollout,
 ) -> Result<(), Refused> {
     let (header, demand) = (rollout.header(), demand(policy, question));
-    let needed = demand.min.max(header.policy.approvals).max(1);
+    let needed = needed(&demand, rollout);
     let counts = |by: &&str| {
         let is_planner = *by == header.planned_by();
         let asked = Question {
@@ -515,7 +512,7 @@ fn concerned(rollout: &Rollout) -> impl Iterator<Item = &Member> {
 /// their guests qualified by their hosts.
 fn about<'m, T>(
     principal: &str,
-    role: Role,
+    rollout: &Rollout,
     members: impl IntoIterator<Item = &'m Member>,
     ask: impl FnOnce(&Question<'_>, &[&str]) -> T,
 ) -> T {
@@ -534,7 +531,7 @@ fn about<'m, T>(
     let keys: Vec<&str> = keys.into_iter().collect();
     let question = Question {
         principal,
-        role,
+        role: role(rollout),
         guests: &guests,
         want: Want::Keys(&keys),
     };

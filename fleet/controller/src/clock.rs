@@ -11,7 +11,7 @@ use crate::rollout::Millis;
 
 /// Differences of at most this many milliseconds are ignored, because some time passes between the
 /// two reads.
-const TOLERANCE: i64 = 1000;
+pub const TOLERANCE: i64 = 1000;
 
 pub fn now() -> Millis {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);

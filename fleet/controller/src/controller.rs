@@ -2,6 +2,7 @@
 //! Runs a replica of the controller. It waits to be elected leader and then runs every rollout in
 //! the store.
 
+mod planning;
 mod upkeep;
 
 use std::collections::BTreeMap;
@@ -12,26 +13,23 @@ use std::time::Duration;
 use tokio::sync::{Mutex, mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
-use crate::authority::{Authority, Refused, finish};
-use crate::gates::commands::{Commands, NotUsable};
+pub use self::planning::PlanError;
+use crate::authority::Authority;
+use crate::gates::commands::Commands;
 use crate::hosts::{HostConfig, Hosts, NameTaken};
 use crate::inventory::Reach;
 use crate::leader::Leader;
 use crate::metrics::Metrics;
-use crate::rollout::{Phase, Rollout};
-use crate::runner::{Context, Ended, NotDeleted, Running, now};
-use crate::sight::Sight;
-use crate::spec::{Spec, SpecError};
-use crate::storage::{
-    Archive, Keys, Leftover, Loaded, RecordKeys, TooLarge, Unreadable, deletions,
-};
+use crate::rollout::Rollout;
+use crate::runner::{Context, Ended, NotDeleted, Running};
+use crate::spec::Spec;
+use crate::storage::{Archive, Keys, Leftover, Loaded, RecordKeys, Unreadable, deletions};
 use crate::store::{Fence, Store, StoreError, commit_all};
 use crate::webhooks::{self, Webhook};
-use crate::{inventory, leader, plan, runner, storage};
+use crate::{inventory, leader, runner, storage};
 
 /// The delay before the next candidacy after an error of the store.
 const RETRY: Duration = Duration::from_secs(1);
-const MAX_NAME_BYTES: usize = 64;
 
 pub struct Config {
     /// The record that this replica stores while it leads.
@@ -95,55 +93,6 @@ struct Start {
     rollout: Rollout,
     spec: Spec,
     reply: oneshot::Sender<Arc<Running>>,
-}
-
-/// The reason why a plan is refused.
-#[derive(Debug, thiserror::Error)]
-pub enum PlanError {
-    #[error("{0}")]
-    Spec(#[from] SpecError),
-    /// The policy does not allow the planner to change these guests and keys. The reason may name
-    /// guests that the planner may not see.
-    #[error("{0}")]
-    Denied(String),
-    #[error("{0:?} is no name of a rollout; give 1 to 64 letters, digits and hyphens")]
-    Name(String),
-    #[error(
-        "rollout {0} exists with another spec; give this one another name, or compare them with \
-         `rollout diff`"
-    )]
-    NameTaken(String),
-    #[error(
-        "rollout {name} has ended and is {phase}; delete it with `rollout delete {name}`, or give \
-         the new one another --name"
-    )]
-    Ended { name: String, phase: &'static str },
-    #[error("rollout {name} exists and cannot be read: {why}; give this one another name")]
-    Unreadable { name: String, why: String },
-    #[error("rollout {other} changes {what} and has not ended; wait for it, or abort it")]
-    Overlap { other: String, what: String },
-    #[error(
-        "rollout {other}, which is out of service, changes {what}; wait until it is in service \
-         again, or delete it with `rollout delete {other} --unreadable`"
-    )]
-    Held { other: String, what: String },
-    #[error(
-        "rollout {name} is out of service, and the keys that it changes are not known: {why}; \
-         repair it, or delete it with `rollout delete {name} --unreadable`"
-    )]
-    KeysUnknown { name: String, why: String },
-    #[error("the spec selects no guest that can be changed: {0}")]
-    Nothing(String),
-    #[error("{0}")]
-    Gate(#[from] NotUsable),
-    #[error("{0}")]
-    TooLarge(#[from] TooLarge),
-    #[error("{0}")]
-    Store(#[from] StoreError),
-    #[error("{0}")]
-    Audit(Refused),
-    #[error("this replica does not lead any more")]
-    Deposed,
 }
 
 impl Controller {
@@ -253,10 +202,8 @@ impl Controller {
             let _ = ends.wait_for(|ends| *ends).await;
             StoreError::Unavailable("this replica is shutting down".to_owned())
         });
-        let ttl = config.lease_ttl;
-        let campaign = leader::campaign(&self.store, &config.replica, ttl, &self.leader);
         let mut term = tokio::select! {
-            term = campaign => term?,
+            term = self.campaign() => term?,
             error = &mut ended => return Ok(error),
         };
         let hosts = Hosts::new(&config.hosts);
@@ -362,6 +309,13 @@ impl Controller {
         Ok(error)
     }
 
+    /// Waits until this replica leads.
+    async fn campaign(&self) -> Result<leader::Term, StoreError> {
+        let config = &self.config;
+        let ttl = config.lease_ttl;
+        leader::campaign(&self.store, &config.replica, ttl, &self.leader).await
+    }
+
     /// Waits until no replica leads, and signs the records that are not authenticated. Returns
     /// their number and the rollouts that cannot be read, whose records are left as they are.
     ///
@@ -369,16 +323,14 @@ impl Controller {
     /// [`StoreError`].
     pub async fn adopt(&self) -> Result<(usize, Vec<Unreadable>), StoreError> {
         let config = &self.config;
-        let ttl = config.lease_ttl;
-        let campaign = leader::campaign(&self.store, &config.replica, ttl, &self.leader);
-        let mut term = campaign.await?;
+        let mut term = self.campaign().await?;
         let (fence, keys) = (term.fence.clone(), config.keys.clone().adopting());
         let loaded = tokio::select! {
             error = term.keep() => Err(error),
             loaded = self.load(&fence, &keys) => loaded,
         };
         term.resign().await;
-        loaded.map(|loaded| (loaded.resigned.len(), loaded.unreadable))
+        loaded.map(|loaded| (loaded.signed_again.len(), loaded.unreadable))
     }
 
     /// Loads the rollouts, and puts their records in order.
@@ -388,7 +340,7 @@ impl Controller {
         for leftover in std::mem::take(&mut loaded.leftovers) {
             self.sweep(leftover, fence).await?;
         }
-        match commit_all(store, fence, &loaded.resigned).await {
+        match commit_all(store, fence, &loaded.signed_again).await {
             Err(error @ StoreError::TooLarge { .. }) if !keys.adopts() => {
                 tracing::error!("the records cannot be signed with the first key: {error}");
                 Ok(loaded)
@@ -525,116 +477,6 @@ impl Leadership {
             }
         }
     }
-
-    /// Plans a rollout and stores it. A repeat with the same spec returns the stored rollout.
-    ///
-    /// # Errors
-    /// [`PlanError`].
-    pub async fn plan(
-        self: &Arc<Self>,
-        name: &str,
-        text: &str,
-        principal: &str,
-    ) -> Result<Arc<Running>, PlanError> {
-        let is_letter = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
-        if name.is_empty() || name.len() > MAX_NAME_BYTES || !name.bytes().all(is_letter) {
-            return Err(PlanError::Name(name.to_owned()));
-        }
-        let spec = Spec::parse(text)?;
-        let may_operate = self.authority.may_operate(principal);
-        may_operate.map_err(PlanError::Denied)?;
-        let may_plan = |rollout: &Rollout| {
-            let may_plan = self.authority.may_plan(principal, rollout);
-            may_plan.map_err(PlanError::Denied)
-        };
-        let planning = Arc::clone(&self.planning).lock_owned().await;
-        if let Some(existing) = self.rollout(name) {
-            let spec_digest = plan::spec_digest(text);
-            let rollout = existing.rollout();
-            may_plan(&rollout)?;
-            let (name, phase) = (name.to_owned(), rollout.header().phase);
-            return if matches!(phase, Phase::Reverting(_) | Phase::Ended(_)) {
-                let phase = phase.name();
-                Err(PlanError::Ended { name, phase })
-            } else if rollout.header().spec_digest == spec_digest {
-                Ok(Arc::clone(&existing))
-            } else {
-                Err(PlanError::NameTaken(name))
-            };
-        }
-        if let Some(why) = self.unreadable().remove(name) {
-            let name = name.to_owned();
-            return Err(PlanError::Unreadable { name, why });
-        }
-        // No guest needs to be asked for a plan that is refused for this.
-        self.retired()?;
-        self.context.commands.check(&spec).await?;
-        let rollout = plan::plan(self.hosts(), name, text, &spec, principal, now()).await;
-        if rollout.header().waves.is_empty() {
-            let policy = self.authority.policy().current();
-            let hidden = Sight::new(&policy, principal).hidden(&rollout);
-            return Err(PlanError::Nothing(hidden.shown(&nothing(&rollout))));
-        }
-        let rule = may_plan(&rollout)?;
-        // A rollout that is retired meanwhile is among the retired ones before it leaves these.
-        let mut active = self.rollouts();
-        active.retain(|other| other.rollout().header().phase.is_active());
-        let overlap = |others: &[Arc<Running>]| {
-            others.iter().find_map(|other| {
-                let other = other.rollout();
-                let what = plan::overlap(rollout.members(), other.members())?;
-                Some((other.header().name.clone(), what))
-            })
-        };
-        let retired = self.retired()?;
-        if let Some((other, what)) = overlap(&active) {
-            return Err(PlanError::Overlap { other, what });
-        }
-        if let Some((other, what)) = overlap(&retired) {
-            return Err(PlanError::Held { other, what });
-        }
-        let request = serde_json::json!({ "rollout": name, "digest": rollout.header().digest });
-        let trace_id = rollout.header().trace_id.clone();
-        let intent = self
-            .authority
-            .intend(principal, "Plan", &rule, &request, &trace_id);
-        let intent = intent.await.map_err(PlanError::Audit)?;
-        let (leadership, text) = (Arc::clone(self), text.to_owned());
-        // If the client disconnects, what is stored must still be started.
-        let kept = tokio::spawn(async move {
-            let _planning = planning;
-            leadership.keep(rollout, spec, &text).await
-        });
-        let kept = kept.await.unwrap_or(Err(PlanError::Deposed));
-        finish(intent, kept.as_ref().map(|_| ""));
-        kept
-    }
-
-    /// Stores a rollout and has it started.
-    async fn keep(
-        &self,
-        mut rollout: Rollout,
-        spec: Spec,
-        text: &str,
-    ) -> Result<Arc<Running>, PlanError> {
-        let writes = storage::planned(&mut rollout, text)?;
-        let writes = self.context.keys.signed(&rollout.header().run, writes);
-        let (store, fence) = (self.context.store.as_ref(), &self.context.fence);
-        // An earlier plan may have been stored although its last answer was lost. While its header
-        // existed, the records of both would be taken for one rollout.
-        let earlier = storage::header_deletion(&rollout.header().name);
-        commit_all(store, fence, &[earlier]).await?;
-        commit_all(store, fence, &writes).await?;
-        let (reply, running) = oneshot::channel();
-        let start = Start {
-            rollout,
-            spec,
-            reply,
-        };
-        let sent = self.starts.send(start).await;
-        sent.map_err(|_| PlanError::Deposed)?;
-        running.await.map_err(|_| PlanError::Deposed)
-    }
 }
 
 // No code panics while it holds one of these locks.
@@ -644,15 +486,4 @@ fn read<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
 
 fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
     lock.write().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Returns the reason why a plan changes nothing, which is the reason of its first guest.
-fn nothing(rollout: &Rollout) -> String {
-    use crate::rollout::State;
-    let first = rollout.members().first();
-    match first.map(|member| (&member.guest, &member.state)) {
-        Some((guest, State::Skipped { why })) => format!("{guest}: {why}"),
-        _ if rollout.header().message.is_empty() => "no guest matches the selector".to_owned(),
-        _ => rollout.header().message.clone(),
-    }
 }

@@ -69,6 +69,28 @@ struct By<'a> {
     principal: &'a str,
 }
 
+impl By<'_> {
+    /// Checks that the rollout may be extended to the guest.
+    ///
+    /// # Errors
+    /// The reason why not.
+    fn may_extend(&self, running: &Running, member: &Member) -> Result<(), String> {
+        match &member.state {
+            State::Skipped { why } => Err(why.clone()),
+            _ => {
+                let authority = self.authority;
+                authority.may_extend(self.principal, &running.rollout(), member)
+            }
+        }
+    }
+
+    async fn pass_on(&self, running: &Running, command: Command) -> Result<(), DriftError> {
+        let authority = self.authority;
+        let passed_on = authority.pass_on(self.principal, "", running, command);
+        Ok(passed_on.await?)
+    }
+}
+
 /// The parts of a rollout that are compared.
 struct Snapshot {
     phase: Phase,
@@ -136,6 +158,10 @@ pub async fn drift(
             actual: "joined after the plan".to_owned(),
             left: None,
         }));
+    let by = By {
+        authority,
+        principal,
+    };
     match action {
         Action::Report => {
             // A viewer's question leaves no trace.
@@ -146,20 +172,8 @@ pub async fn drift(
                 tell(running, Command::Drifted { text }, principal).await?;
             }
         }
-        Action::Fix => {
-            let by = By {
-                authority,
-                principal,
-            };
-            fix(hosts, running, &snapshot, &by, &mut report).await?;
-        }
-        Action::Adopt => {
-            let by = By {
-                authority,
-                principal,
-            };
-            adopt(running, &snapshot.current, &by, &mut report).await?;
-        }
+        Action::Fix => fix(hosts, running, &snapshot, &by, &mut report).await?,
+        Action::Adopt => adopt(running, &snapshot.current, &by, &mut report).await?,
     }
     Ok(report)
 }
@@ -214,17 +228,13 @@ async fn compare(hosts: &Hosts, asks: &Asks, current: &Current) -> Report {
         .map(|(_, member)| member.clone())
         .collect();
     let compared = changed.len();
-    // Claims that have expired by the TTL of the spec are not drift.
-    let has_expired = asks
-        .ttl
-        .is_some_and(|ttl| asks.created.saturating_add(ttl.millis()) <= now());
     let drifts = futures_util::stream::iter(changed)
         .map(|member| async move {
             let Some(host) = hosts.get(&member.host) else {
                 let why = "its host is not known any more";
                 return vec![found(&member, Cause::Unreachable, None, "compared", why)];
             };
-            match compare_guest(&host, &member, &asks.owner, has_expired).await {
+            match compare_guest(&host, &member, &asks.owner).await {
                 Ok(drifts) => drifts,
                 Err(status) => {
                     let why = CallError::new(&status).why;
@@ -256,8 +266,10 @@ async fn compare_guest(
     host: &Host,
     member: &Member,
     owner: &str,
-    has_expired: bool,
 ) -> Result<Vec<Drift>, tonic::Status> {
+    // Claims that have ended by the spec's TTL are not drift. The time begins when the guest makes
+    // them, which may be long after the plan.
+    let has_expired = member.has_expired(now());
     let (claims, boot) = host.claims(&member.guest, owner).await?;
     let claimed: BTreeMap<&str, v1::ClaimState> = claims
         .iter()
@@ -304,12 +316,13 @@ fn differs(
 ) -> Option<&'static str> {
     match state {
         Some(v1::ClaimState::Made) => None,
-        // The guest may be about to end it.
-        _ if has_expired => None,
         Some(v1::ClaimState::HeldByOthers) => Some("another claim or a hold decides"),
         Some(v1::ClaimState::Missing) => Some("the kernel has no such key now"),
         Some(v1::ClaimState::Void) => Some("the guest has changed the key since"),
         Some(v1::ClaimState::Refused | v1::ClaimState::Unspecified) => Some("not made"),
+        // Only a claim that is not listed can have ended. A guest that booted again makes its
+        // claims later than the stored time assumes.
+        None if has_expired => None,
         None if has_booted => Some("not claimed: the guest has booted again"),
         None => Some("not claimed"),
     }
@@ -349,15 +362,11 @@ async fn fix(
     let prepared: Vec<Option<Member>> = validated.collect().await;
     let (mut added, mut reasons) = (Vec::new(), BTreeMap::new());
     for member in prepared.into_iter().flatten() {
-        let why = match &member.state {
-            State::Skipped { why } => Err(why.clone()),
-            _ => by
-                .authority
-                .may_extend(by.principal, &running.rollout(), &member),
-        };
-        match why {
+        match by.may_extend(running, &member) {
             Ok(()) => added.push(member),
-            Err(why) => drop(reasons.insert((member.host, member.guest), why)),
+            Err(why) => {
+                reasons.insert((member.host, member.guest), why);
+            }
         }
     }
     for drift in &mut report.drifts {
@@ -373,8 +382,7 @@ async fn fix(
         added,
         by_waves: true,
     };
-    let passed_on = by.authority.pass_on(by.principal, "", running, command);
-    Ok(passed_on.await?)
+    by.pass_on(running, command).await
 }
 
 /// Validates the claims on a guest's keys. A guest whose claims do not fit into the store is left
@@ -433,8 +441,7 @@ async fn adopt(
     }
     let drifted = drifted.into_iter().collect();
     let command = Command::Adopt { drifted, joined };
-    let passed_on = by.authority.pass_on(by.principal, "", running, command);
-    Ok(passed_on.await?)
+    by.pass_on(running, command).await
 }
 
 /// Changes the guests that joined since the plan. This requires that the spec asks for it, that the
@@ -453,22 +460,27 @@ pub async fn change_late(
         return Ok(());
     }
     let wave = format!("late-{}", snapshot.waves + 1);
-    let by = &running.rollout().header().starter().to_owned();
-    let prepared = futures_util::stream::iter(late(hosts, &running.spec, &snapshot.current).await)
-        .map(|(host, status)| async move { validate(running, &host, &status.guest, 1, by).await })
-        .buffered(FAN_OUT);
+    let starter = &running.rollout().header().starter().to_owned();
+    let by = By {
+        authority,
+        principal: starter,
+    };
+    let late = late(hosts, &running.spec, &snapshot.current).await;
+    let prepared =
+        futures_util::stream::iter(late)
+            .map(|(host, status)| async move {
+                validate(running, &host, &status.guest, 1, starter).await
+            })
+            .buffered(FAN_OUT);
     let mut added: Vec<Member> = prepared.collect().await;
     let mut waiting = Vec::new();
+    // A guest that is left out may not have booted yet, so it remains drift.
     added.retain(|member| {
-        let why = match &member.state {
-            // It may not have booted yet, so it remains drift.
-            State::Skipped { why } => Err(why.clone()),
-            _ => authority.may_extend(by, &running.rollout(), member),
-        };
-        why.map_err(|why| waiting.push((member.guest.clone(), why)))
+        let may = by.may_extend(running, member);
+        may.map_err(|why| waiting.push((member.guest.clone(), why)))
             .is_ok()
     });
-    set_waiting(running, by, &waiting);
+    set_waiting(running, starter, &waiting);
     if added.is_empty() {
         return Ok(());
     }
@@ -509,4 +521,23 @@ fn set_waiting(running: &Running, by: &str, waiting: &[(String, String)]) {
     rollout.set_late(text);
     drop(rollout);
     running.changed();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_claim_that_has_ended_may_have_expired() {
+        use v1::ClaimState::{HeldByOthers, Made, Missing, Refused, Void};
+        for state in [HeldByOthers, Missing, Refused, Void] {
+            let found = differs(Some(state), true, true);
+            assert!(found.is_some(), "{state:?}");
+        }
+        assert_eq!(differs(Some(Made), false, false), None);
+        for has_booted in [false, true] {
+            assert_eq!(differs(None, has_booted, true), None);
+            assert!(differs(None, has_booted, false).is_some());
+        }
+    }
 }

@@ -26,6 +26,7 @@ pub mod hosts;
 pub mod inventory;
 pub mod leader;
 pub mod metrics;
+mod names;
 pub mod page;
 pub mod plan;
 pub mod rollout;

@@ -32,12 +32,15 @@ use patchbay_fleet::store::{DEFAULT_ROOT, EmbeddedStore, EtcdStore, Store, regis
 use patchbay_fleet::webhooks;
 use patchbay_proto::socket::ListeningSocket;
 use patchbay_store::args::EtcdTlsArgs;
+use patchbay_store::registry::check_name;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
 /// The time within which calls in progress must end once this replica has resigned.
 const DRAIN_TIME: Duration = Duration::from_secs(2);
+/// The time for which the end of the program waits for reads and writes of files, which may hang.
+const HUNG_TIME: Duration = Duration::from_secs(1);
 
 /// Rolls changes of static keys out over the guests of many hosts.
 #[derive(Parser)]
@@ -92,7 +95,7 @@ struct Arguments {
     adopt_unsigned_records: bool,
     /// Mode of the socket, octal 0 to 777. The mode determines which users can connect, and the
     /// policy determines by uid what each of them may do
-    #[arg(long, value_name = "OCTAL", default_value = "600", value_parser = parse_mode)]
+    #[arg(long, value_name = "OCTAL", default_value = "600", value_parser = patchbay_proto::socket::parse_mode)]
     socket_mode: u32,
     /// YAML file of the webhooks that get the events of rollouts
     #[arg(long, value_name = "FILE")]
@@ -167,9 +170,10 @@ fn parse_host(text: &str) -> Result<HostConfig, String> {
         .next()
         .and_then(|host| host.split_once('='))
         .ok_or_else(wrong)?;
-    if name.is_empty() || socket.is_empty() {
+    if socket.is_empty() {
         return Err(wrong());
     }
+    check_name(name).map_err(|error| error.to_string())?;
     let labels = parts.map(|label| {
         let (label, value) = label.split_once('=').ok_or_else(wrong)?;
         Ok((label.to_owned(), value.to_owned()))
@@ -179,13 +183,6 @@ fn parse_host(text: &str) -> Result<HostConfig, String> {
         endpoint: HostEndpoint::Socket(socket.into()),
         labels: labels.collect::<Result<_, String>>()?,
     })
-}
-
-fn parse_mode(text: &str) -> Result<u32, String> {
-    match u32::from_str_radix(text, 8) {
-        Ok(mode) if mode <= 0o777 => Ok(mode),
-        _ => Err("give an octal mode such as 660".to_owned()),
-    }
 }
 
 fn parse_address(text: &str) -> Result<String, String> {
@@ -208,16 +205,23 @@ const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
     front: None,
 };
 
-#[tokio::main]
-async fn main() -> ExitCode {
+fn main() -> ExitCode {
     MANUAL.answer_if_asked();
-    match serve(Arguments::parse()).await {
+    match run(Arguments::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("patchbay-fleet: {error:#}");
             ExitCode::FAILURE
         }
     }
+}
+
+fn run(arguments: Arguments) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Runtime::new().context("the threads cannot be started")?;
+    let served = runtime.block_on(serve(arguments));
+    // An archive or a secret on a file system that hangs must not delay the end.
+    runtime.shutdown_timeout(HUNG_TIME);
+    served
 }
 
 async fn serve(arguments: Arguments) -> anyhow::Result<()> {
@@ -306,6 +310,10 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     };
     let page = page(&arguments, &people, Arc::clone(&controller)).await?;
     let metrics = scrape(arguments.metrics.as_ref(), Arc::clone(&controller)).await?;
+    if let Some(folder) = arguments.socket.parent() {
+        std::fs::create_dir_all(folder)
+            .with_context(|| format!("folder {} cannot be created", folder.display()))?;
+    }
     let socket = ListeningSocket::bind_with_mode(&arguments.socket, arguments.socket_mode)?;
     let (drain, drained) = oneshot::channel::<()>();
     let serving = api::serve(Arc::clone(&controller), &socket, tcp, async {
@@ -335,10 +343,15 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
         result = people.reload() => result,
     };
     if let Some(audit) = audit {
-        audit.flush().await;
+        within_hung_time(audit.flush()).await;
     }
     exporter.shutdown().await;
     result
+}
+
+/// Waits for a write, unless its file system hangs.
+async fn within_hung_time(write: impl Future<Output = ()>) {
+    let _ = tokio::time::timeout(HUNG_TIME, write).await;
 }
 
 /// Authenticates the records of the store, and prints the result.
@@ -491,5 +504,12 @@ mod tests {
     fn the_manual_names_every_option() {
         assert_eq!(MANUAL.missing_options(), Vec::<String>::new());
         assert_eq!(MANUAL.without_range(), Vec::<String>::new());
+    }
+
+    #[tokio::test]
+    async fn a_file_system_that_hangs_does_not_hold_up_the_end() {
+        let write = within_hung_time(std::future::pending());
+        let ended = tokio::time::timeout(Duration::from_secs(60), write).await;
+        ended.expect("it is left");
     }
 }

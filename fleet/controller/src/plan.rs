@@ -131,7 +131,8 @@ pub async fn select(
         let list = match list {
             Ok(list) => list,
             Err(status) => {
-                left_out.push(format!("{}: {}", host.config.name, status.message()));
+                let (host, why) = (&host.config.name, status.message());
+                left_out.push(format!("the guests of host {host} are not known: {why}"));
                 continue;
             }
         };
@@ -222,9 +223,8 @@ fn waves(spec: &Spec, members: usize) -> Vec<Wave> {
             Size::Rest => left,
         };
         let count = wanted.min(left);
-        let name = wave.name.clone();
         waves.push(Wave {
-            name: name.unwrap_or_else(|| (index + 1).to_string()),
+            name: wave.name_at(index),
             first,
             count,
             bake_ms: wave.bake.millis(),
@@ -308,12 +308,8 @@ pub fn overlap(one: &[Member], other: &[Member]) -> Option<String> {
 
 /// Returns the first claim of a set on a key that the other set claims too.
 fn common<'s>(set: &'s KeySet, other: &KeySet) -> Option<&'s Claim> {
-    let others = other.claims();
-    let is_claimed = |claim: &&Claim| {
-        let found = others.binary_search_by(|other| other.key.cmp(&claim.key));
-        found.is_ok()
-    };
-    set.claims().iter().find(is_claimed)
+    let mut claims = set.claims().iter();
+    claims.find(|claim| other.has(&claim.key))
 }
 
 #[cfg(test)]

@@ -4,7 +4,10 @@
 //!
 //! No action is sent, and no command is answered, before the change is saved.
 
+mod command;
 pub mod guests;
+#[cfg(test)]
+mod tests;
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,12 +28,13 @@ use crate::hosts::Hosts;
 use crate::metrics::Metrics;
 use crate::plan::Asks;
 use crate::rollout::{
-    Action, ClaimOutcome, GateAnswer, Member, Millis, NotLegal, ReleaseOutcome, Rollout,
+    Action, ClaimOutcome, GateAnswer, Member, Millis, NO_RECORD, NotLegal, ReleaseOutcome, Rollout,
 };
 use crate::spec::Spec;
 use crate::storage::{Archive, Keys, NotArchived, RecordKeys};
 use crate::store::{Fence, Store, StoreError, commit_all};
-use crate::{gates, hosts, plan, storage};
+use crate::{gates, hosts, storage};
+pub use command::Command;
 pub use guests::no_host;
 use guests::{Answered, Outcome, check, claim, release};
 
@@ -40,50 +44,8 @@ const QUEUE: usize = 64;
 const STORE_RETRY: Duration = Duration::from_millis(500);
 /// The minimum interval between two checks of the guests that changes of the registry cause.
 const LOOK_INTERVAL: Duration = Duration::from_secs(5);
-
-#[derive(Clone, Debug)]
-pub enum Command {
-    Approve {
-        digest: String,
-    },
-    Start {
-        digest: String,
-    },
-    /// Starts a plan without the required approvals.
-    StartUnapproved {
-        digest: String,
-    },
-    Pause,
-    Resume,
-    Promote,
-    /// Promotes a rollout for which the policy demands approvals.
-    PromoteUnapproved,
-    Abort,
-    Undo,
-    /// Adds waves of further guests, which the spec cuts: all of its waves, or the last one only.
-    Extend {
-        name: String,
-        added: Vec<Member>,
-        by_waves: bool,
-    },
-    Adopt {
-        drifted: Vec<usize>,
-        joined: Vec<Member>,
-    },
-    /// Gives up the member with this index.
-    Forget {
-        member: usize,
-    },
-    /// Records the latest entry of the timeline that a webhook has accepted.
-    Delivered {
-        webhook: String,
-        number: u64,
-    },
-    /// Records that guests differ from the state that the rollout set.
-    Drifted {
-        text: String,
-    },
-}
+/// The maximum time between two steps, in milliseconds.
+const MAX_WAIT: Millis = 60_000;
 
 enum Asked {
     Command {
@@ -130,10 +92,13 @@ pub struct Running {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoAnswer {
     /// The runner had already ended. The command was not carried out.
-    #[error("the controller does not lead any more, and has not carried the command out")]
+    #[error("this replica does not lead any more")]
     NotSent,
     /// The runner ended during the command. The store may contain its effect.
-    #[error("the controller stopped leading while it carried the command out")]
+    #[error(
+        "this replica stopped leading while it carried out the command; `rollout status` shows \
+         whether the command took effect"
+    )]
     Lost,
 }
 
@@ -163,88 +128,6 @@ pub enum Ended {
         archived: PathBuf,
         reply: DeleteReply,
     },
-}
-
-impl Command {
-    /// Returns the name of the API method for the command.
-    pub fn name(&self) -> &'static str {
-        match self {
-            Self::Approve { .. } => "Approve",
-            Self::Start { .. } | Self::StartUnapproved { .. } => "Start",
-            Self::Pause => "Pause",
-            Self::Resume => "Resume",
-            Self::Promote | Self::PromoteUnapproved => "Promote",
-            Self::Abort => "Abort",
-            Self::Undo => "Undo",
-            Self::Extend { .. } | Self::Adopt { .. } | Self::Drifted { .. } => "Drift",
-            Self::Delivered { .. } => "Deliver",
-            Self::Forget { .. } => "Forget",
-        }
-    }
-
-    /// Returns whether the command advances the rollout. The other commands stop or undo it.
-    pub fn advances(&self) -> bool {
-        match self {
-            Self::Approve { .. } | Self::Start { .. } | Self::StartUnapproved { .. } => true,
-            Self::Resume | Self::Promote | Self::PromoteUnapproved | Self::Extend { .. } => true,
-            Self::Pause | Self::Abort | Self::Undo => false,
-            Self::Adopt { .. } | Self::Forget { .. } => false,
-            Self::Delivered { .. } | Self::Drifted { .. } => false,
-        }
-    }
-
-    /// Returns whether the command needs the role `break-glass`.
-    pub fn breaks_glass(&self) -> bool {
-        matches!(self, Self::StartUnapproved { .. } | Self::PromoteUnapproved)
-    }
-
-    /// Changes the rollout as the principal wants.
-    ///
-    /// # Errors
-    /// [`NotLegal`].
-    pub fn apply(
-        self,
-        rollout: &mut Rollout,
-        spec: &Spec,
-        principal: &str,
-        now: Millis,
-    ) -> Result<(), NotLegal> {
-        match self {
-            Self::Approve { digest } => rollout.approve(principal, &digest, now),
-            Self::Start { digest } => rollout.start(principal, &digest, now),
-            Self::StartUnapproved { digest } => rollout.start_unapproved(principal, &digest, now),
-            Self::Pause => rollout.pause(principal, now),
-            Self::Resume => rollout.resume(principal, now),
-            Self::Promote => rollout.promote(principal, now),
-            Self::PromoteUnapproved => rollout.promote_unapproved(principal, now),
-            Self::Abort => {
-                rollout.abort(principal, now);
-                Ok(())
-            }
-            Self::Undo => {
-                rollout.undo(principal, now);
-                Ok(())
-            }
-            Self::Extend {
-                name,
-                added,
-                by_waves,
-            } => {
-                let cut = |guests| plan::added_waves(spec, &name, guests, by_waves);
-                rollout.extend(cut, added, principal, now)
-            }
-            Self::Adopt { drifted, joined } => rollout.adopt(&drifted, joined, principal, now),
-            Self::Forget { member } => rollout.forget(member, principal, now),
-            Self::Delivered { webhook, number } => {
-                rollout.delivered(webhook, number);
-                Ok(())
-            }
-            Self::Drifted { text } => {
-                rollout.drifted(principal, text, now);
-                Ok(())
-            }
-        }
-    }
 }
 
 impl Running {
@@ -317,9 +200,7 @@ impl Running {
             principal: principal.to_owned(),
             reply,
         };
-        let sent = self.commands.send(asked).await;
-        sent.map_err(|_| NoAnswer::NotSent)?;
-        answer.await.map_err(|_| NoAnswer::Lost)
+        self.ask(asked, answer).await
     }
 
     /// Deletes the rollout from the store, and returns the file to which it was written.
@@ -330,6 +211,11 @@ impl Running {
         let (reply, answer) = oneshot::channel();
         let principal = principal.to_owned();
         let asked = Asked::Delete { principal, reply };
+        self.ask(asked, answer).await
+    }
+
+    /// Sends a request to the runner, and waits for the reply.
+    async fn ask<T>(&self, asked: Asked, answer: oneshot::Receiver<T>) -> Result<T, NoAnswer> {
         let sent = self.commands.send(asked).await;
         sent.map_err(|_| NoAnswer::NotSent)?;
         answer.await.map_err(|_| NoAnswer::Lost)
@@ -363,7 +249,7 @@ impl Running {
             let wake = async {
                 match step.wake_at {
                     Some(at) => {
-                        tokio::time::sleep(Duration::from_millis(at.saturating_sub(now()))).await;
+                        tokio::time::sleep(Duration::from_millis(wait(at, now()))).await;
                     }
                     None => std::future::pending().await,
                 }
@@ -476,35 +362,48 @@ impl Running {
         command.apply(&mut rollout, &self.spec, principal, now)
     }
 
-    fn report(&self, outcome: Result<Outcome, tokio::task::JoinError>) {
+    fn report(&self, outcome: Result<(Instant, Outcome), tokio::task::JoinError>) {
         let mut rollout = self.rollout();
-        let Ok(outcome) = outcome else {
+        let Ok((ended, outcome)) = outcome else {
             // A task that panicked reports no outcome, and may be any of those in progress.
             rollout.send_all_again();
             return;
         };
-        outcome.report(&mut rollout, now());
+        // The store may not have been reached since, while the guest's claims came closer to their
+        // end.
+        let elapsed = u64::try_from(ended.elapsed().as_millis()).unwrap_or(u64::MAX);
+        outcome.report(&mut rollout, now().saturating_sub(elapsed));
     }
 
-    fn perform(&self, action: Action, context: &Context, actions: &mut JoinSet<Outcome>) {
+    fn perform(
+        &self,
+        action: Action,
+        context: &Context,
+        actions: &mut JoinSet<(Instant, Outcome)>,
+    ) {
         let rollout = self.rollout();
         let trace_id = rollout.header().trace();
         let (hosts, metrics) = (context.hosts.clone(), context.metrics.clone());
-        let acting = |member| context.hosts.acting_for(rollout.person(member));
+        let acting = |index: usize| {
+            let hosts = context.hosts.acting_for(rollout.person(index));
+            (rollout.members()[index].clone(), hosts)
+        };
         let (name, asks) = (rollout.header().name.clone(), Arc::clone(&self.asks));
         match action {
             Action::Claim {
                 member: index,
                 generation,
             } => {
-                let (member, hosts) = (rollout.members()[index].clone(), acting(index));
-                actions.spawn(async move {
+                let (member, hosts) = acting(index);
+                actions.spawn(timed(async move {
                     let began = SystemTime::now();
                     let claiming = claim(&hosts, &asks, &member, generation);
                     let (outcome, moved) = hosts::traced(trace_id, claiming).await;
                     let (error, pause_us) = match &outcome {
                         ClaimOutcome::Made { pause_us, .. } => (None, Some(*pause_us)),
-                        ClaimOutcome::Failed { why, .. } => (Some(why.as_str()), None),
+                        ClaimOutcome::Failed { why, .. } | ClaimOutcome::NotMade { why, .. } => {
+                            (Some(why.as_str()), None)
+                        }
                         ClaimOutcome::Stale { .. } => (Some("GENERATION_STALE"), None),
                         ClaimOutcome::Booted { .. } => (Some("BOOT_CHANGED"), None),
                     };
@@ -516,22 +415,21 @@ impl Running {
                         outcome,
                         moved,
                     })
-                });
+                }));
             }
             Action::Release {
                 member: index,
                 generation,
             } => {
-                let (member, hosts) = (rollout.members()[index].clone(), acting(index));
-                actions.spawn(async move {
+                let (member, hosts) = acting(index);
+                actions.spawn(timed(async move {
                     let began = SystemTime::now();
                     let releasing = release(&hosts, &asks, &member, generation);
                     let (outcome, moved) = hosts::traced(trace_id, releasing).await;
                     let error = match &outcome {
                         ReleaseOutcome::Released { .. } => None,
-                        ReleaseOutcome::Failed { why } | ReleaseOutcome::Unknown { why } => {
-                            Some(why.as_str())
-                        }
+                        ReleaseOutcome::Failed { why } => Some(why.as_str()),
+                        ReleaseOutcome::Unknown => Some(NO_RECORD),
                         ReleaseOutcome::Stale { .. } => Some("GENERATION_STALE"),
                     };
                     record("release", trace_id, began, &name, &member, error);
@@ -542,14 +440,14 @@ impl Running {
                         outcome,
                         moved,
                     })
-                });
+                }));
             }
             Action::Observe {
                 member: index,
                 generation,
             } => {
                 let member = rollout.members()[index].clone();
-                actions.spawn(async move {
+                actions.spawn(timed(async move {
                     let observing = gates::observe(&hosts, &member.host, &member.guest);
                     let health = hosts::traced(trace_id, observing).await;
                     Outcome::Observed {
@@ -557,14 +455,14 @@ impl Running {
                         generation,
                         health,
                     }
-                });
+                }));
             }
             Action::Check {
                 member: index,
                 generation,
             } => {
-                let (member, hosts) = (rollout.members()[index].clone(), acting(index));
-                actions.spawn(async move {
+                let (member, hosts) = acting(index);
+                actions.spawn(timed(async move {
                     let (outcome, moved) = check(&hosts, &asks.owner, &member).await;
                     Outcome::Checked(Answered {
                         member: index,
@@ -572,14 +470,14 @@ impl Running {
                         outcome,
                         moved,
                     })
-                });
+                }));
             }
             Action::RunGate { wave, gate, asked } => {
                 let kind = rollout.header().policy.gates[gate].kind.clone();
                 let of_wave = &rollout.header().waves[wave];
                 let members = gates::observed(&rollout.members()[of_wave.members()]);
                 let (commands, wave_name) = (context.commands.clone(), of_wave.name.clone());
-                actions.spawn(async move {
+                actions.spawn(timed(async move {
                     let asking = gates::Asking {
                         hosts: &hosts,
                         commands: &commands,
@@ -597,10 +495,22 @@ impl Running {
                         asked,
                         answer,
                     }
-                });
+                }));
             }
         }
     }
+}
+
+/// Returns the milliseconds to sleep until a step that is due at `at`. The sleep is limited,
+/// because the wall clock may be set forward during it.
+pub fn wait(at: Millis, now: Millis) -> Millis {
+    at.saturating_sub(now).min(MAX_WAIT)
+}
+
+/// Makes an action, and returns the time at which it ended.
+async fn timed(action: impl Future<Output = Outcome>) -> (Instant, Outcome) {
+    let outcome = action.await;
+    (Instant::now(), outcome)
 }
 
 /// Writes a rollout to a file, deletes it from the store, and returns the path of the file. If the

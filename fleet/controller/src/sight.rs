@@ -4,7 +4,6 @@
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 
-use patchbay_access::addresses::hide_in_text;
 use patchbay_access::policy::Policy;
 
 use crate::authority::may_view;
@@ -94,13 +93,6 @@ impl Hidden<'_> {
             false => text.to_owned(),
         }
     }
-}
-
-/// Hides the addresses of a guest's kernel in a text.
-pub fn without_addresses(text: &mut String) {
-    let mut bytes = std::mem::take(text).into_bytes();
-    hide_in_text(&mut bytes);
-    *text = String::from_utf8_lossy(&bytes).into_owned();
 }
 
 fn is_of_word(c: char) -> bool {

@@ -37,9 +37,9 @@ pub fn phase(phase: Phase) -> v1::Phase {
     }
 }
 
-/// Converts a rollout, with or without its guests. Guests that `sight` does not include are left
-/// out.
-pub fn rollout(rollout: &Rollout, guests: bool, sight: &Sight<'_>) -> v1::Rollout {
+/// Converts a rollout, with or without its guests, that needs this number of approvals. Guests that
+/// `sight` does not include are left out.
+pub fn rollout(rollout: &Rollout, guests: bool, sight: &Sight<'_>, needed: usize) -> v1::Rollout {
     let header = rollout.header();
     let wave = |wave: &Wave| self::wave(header, wave, sight.of(&rollout.members()[wave.members()]));
     let members = rollout.members().iter().enumerate();
@@ -56,7 +56,7 @@ pub fn rollout(rollout: &Rollout, guests: bool, sight: &Sight<'_>) -> v1::Rollou
         waves: header.waves.iter().map(wave).collect(),
         guests: if guests { members.collect() } else { vec![] },
         approvals: header.approvals.clone(),
-        approvals_needed: number(header.policy.approvals),
+        approvals_needed: number(needed),
         timeline: header.timeline.iter().map(entry).collect(),
         stage: standing::stage(header.phase).into(),
         gates: rollout
@@ -126,14 +126,8 @@ fn wave<'m>(header: &Header, wave: &Wave, members: impl Iterator<Item = &'m Memb
 }
 
 pub fn guest(header: &Header, index: usize, member: &Member) -> v1::RolloutGuest {
-    let wave = header
-        .waves
-        .iter()
-        .position(|wave| wave.members().contains(&index));
-    let is_over = matches!(
-        header.phase,
-        Phase::Reverting(_) | Phase::Ended(_) | Phase::Completed
-    );
+    let wave = header.wave_of(index);
+    let is_over = header.phase.reverts() || header.phase == Phase::Completed;
     let (phase, message, pause) = match &member.state {
         State::Skipped { why } => (v1::GuestPhase::Skipped, why.as_str(), None),
         State::Superseded => (v1::GuestPhase::Skipped, "it is in a later wave too", None),
@@ -256,11 +250,7 @@ pub fn explain(rollout: &Rollout, index: usize, now: Millis) -> Vec<String> {
 
 fn explain_pending(rollout: &Rollout, index: usize, now: Millis, reasons: &mut Vec<String>) {
     let header = rollout.header();
-    let wave = header
-        .waves
-        .iter()
-        .position(|wave| wave.members().contains(&index));
-    let wave = wave.unwrap_or_default();
+    let wave = header.wave_of(index).unwrap_or_default();
     match header.phase {
         Phase::Planned => {
             let (given, needed) = (header.approvals.len(), header.policy.approvals.max(1));

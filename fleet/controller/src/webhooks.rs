@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
+use patchbay_access::addresses::hide_in_string;
 use serde_json::json;
 
 pub use self::config::{ConfigError, Webhook, read};
@@ -23,7 +24,6 @@ use crate::controller::Leadership;
 use crate::metrics::Metrics;
 use crate::rollout::{Event, Header, Millis, TimelineEntry, lasting};
 use crate::runner::{Command, Running, now};
-use crate::sight::without_addresses;
 
 /// The age at which an event is given up. A new webhook does not get events that are already older.
 const MAX_AGE: Millis = 24 * 3_600_000;
@@ -32,12 +32,11 @@ const BACKOFF: Duration = Duration::from_secs(1);
 const MAX_BACKOFF: Duration = Duration::from_secs(300);
 
 /// An event that a webhook has not accepted yet.
-struct Due {
-    running: Arc<Running>,
-    number: u64,
-    time: Millis,
-    id: String,
-    body: String,
+pub struct Due {
+    pub number: u64,
+    pub time: Millis,
+    pub id: String,
+    pub body: String,
     /// The number of earlier entries that the timeline has dropped.
     dropped: u64,
 }
@@ -54,7 +53,7 @@ async fn deliver_to(leadership: &Leadership, webhook: &Webhook, metrics: &Metric
     let mut delay = BACKOFF;
     loop {
         changes.mark_unchanged();
-        let Some(due) = first_due(&leadership.rollouts(), &webhook.name, now()) else {
+        let Some((running, due)) = oldest(&leadership.rollouts(), &webhook.name, now()) else {
             // The sender is dropped when the leader's term ends.
             if changes.changed().await.is_err() {
                 return;
@@ -66,6 +65,7 @@ async fn deliver_to(leadership: &Leadership, webhook: &Webhook, metrics: &Metric
             Ok(()) => delay = BACKOFF,
             Err(why) => {
                 metrics.webhook_failed();
+                mark_tried(leadership, &webhook.name).await;
                 let (name, id, age) = (&webhook.name, &due.id, now().saturating_sub(due.time));
                 if age < MAX_AGE {
                     tracing::warn!(webhook = name, id, "an event is not delivered yet: {why}");
@@ -88,26 +88,57 @@ async fn deliver_to(leadership: &Leadership, webhook: &Webhook, metrics: &Metric
             number: due.number,
         };
         // If the rollout has been deleted meanwhile, nothing needs to be stored.
-        let _ = due.running.command(command, "").await;
+        let _ = running.command(command, "").await;
     }
 }
 
+/// Stores that the webhook is tried with the events of all rollouts, so that from now on those that
+/// are given up or dropped before it accepts any are counted as lost.
+async fn mark_tried(leadership: &Leadership, webhook: &str) {
+    for running in leadership.rollouts() {
+        let saved = running.saved_entries();
+        let number = before_first(running.rollout().header(), webhook, saved, now());
+        if let Some(number) = number {
+            let webhook = webhook.to_owned();
+            // If the rollout has been deleted meanwhile, nothing needs to be stored.
+            let _ = running
+                .command(Command::Delivered { webhook, number }, "")
+                .await;
+        }
+    }
+}
+
+/// Returns the number of the entry before the first event that is due. Returns `None` if none is
+/// due, or if the rollout has stored that the webhook is tried.
+pub fn before_first(header: &Header, webhook: &str, saved: u64, now: Millis) -> Option<u64> {
+    if header.delivered.contains_key(webhook) {
+        return None;
+    }
+    let (entry, _) = first_of(header, webhook, saved, now)?;
+    Some(entry.number.saturating_sub(1))
+}
+
 /// Returns the oldest event that the webhook has not accepted.
-fn first_due(rollouts: &[Arc<Running>], webhook: &str, now: Millis) -> Option<Due> {
+fn oldest(rollouts: &[Arc<Running>], webhook: &str, now: Millis) -> Option<(Arc<Running>, Due)> {
     let due = rollouts.iter().filter_map(|running| {
-        let rollout = running.rollout();
-        let header = rollout.header();
-        let (entry, dropped) = first_of(header, webhook, running.saved_entries(), now)?;
-        Some(Due {
-            running: Arc::clone(running),
-            number: entry.number,
-            time: entry.time,
-            id: format!("{}-{}", header.run, entry.number),
-            body: body(header, entry),
-            dropped,
-        })
+        let saved = running.saved_entries();
+        let due = first_due(running.rollout().header(), webhook, saved, now)?;
+        Some((Arc::clone(running), due))
     });
-    due.min_by_key(|due| due.time)
+    due.min_by_key(|(_, due)| due.time)
+}
+
+/// Returns the first event of a rollout that the webhook has not accepted. Entries after number
+/// `saved` are not stored yet.
+pub fn first_due(header: &Header, webhook: &str, saved: u64, now: Millis) -> Option<Due> {
+    let (entry, dropped) = first_of(header, webhook, saved, now)?;
+    Some(Due {
+        number: entry.number,
+        time: entry.time,
+        id: format!("{}-{}", header.run, entry.number),
+        body: body(header, entry),
+        dropped,
+    })
 }
 
 /// Returns the first entry of the timeline that must be delivered to the webhook, and the number of
@@ -118,12 +149,13 @@ fn first_of<'h>(
     saved: u64,
     now: Millis,
 ) -> Option<(&'h TimelineEntry, u64)> {
-    let done = header.delivered.get(webhook).copied().unwrap_or(0);
+    let done = header.delivered.get(webhook).copied();
     let is_subject = |entry: &TimelineEntry| {
         matches!(entry.event, Event::Phase | Event::GateClosed | Event::Drift)
     };
-    // If the webhook has accepted nothing yet, old events are not lost: it was configured later.
-    let is_tried = done > 0;
+    // If the webhook was never tried, old events are not lost: it was configured later.
+    let is_tried = done.is_some();
+    let done = done.unwrap_or(0);
     let is_recent = |entry: &TimelineEntry| now.saturating_sub(entry.time) < MAX_AGE;
     let left = header.timeline.iter();
     let mut left = left.filter(|entry| entry.number > done && entry.number <= saved);
@@ -140,7 +172,7 @@ fn first_of<'h>(
 /// Addresses of a guest's kernel are hidden from other parties.
 fn body(header: &Header, entry: &TimelineEntry) -> String {
     let mut text = entry.text.clone();
-    without_addresses(&mut text);
+    hide_in_string(&mut text);
     let event = match entry.event {
         Event::GateClosed => "rollout.gate_closed",
         Event::Drift => "rollout.drift",

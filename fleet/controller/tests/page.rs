@@ -5,9 +5,6 @@
 mod browser;
 #[path = "page/contrast.rs"]
 mod contrast;
-#[allow(dead_code)]
-#[path = "processes/gate_file.rs"]
-mod gate_file;
 #[path = "page/head.rs"]
 mod head;
 #[path = "page/refused.rs"]

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod attach;
+pub mod autopsy;
 pub mod command;
 pub mod guests;
 pub mod metrics;

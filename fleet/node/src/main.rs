@@ -15,7 +15,8 @@ use patchbay_access::listen::client_cas::ClientCas;
 use patchbay_access::listen::tls::TlsFiles;
 use patchbay_access::scrape::MetricsAddress;
 use patchbay_access::spans::Exporter;
-use patchbay_node::attach::Attach;
+use patchbay_node::attach::{Attach, program_beside};
+use patchbay_node::autopsy::Autopsies;
 use patchbay_node::command::{Command, default_audit_log, exit_code, run};
 use patchbay_node::guests::Guests;
 use patchbay_node::monitors::{RunDirs, default_run_dirs};
@@ -49,7 +50,7 @@ struct ServeArgs {
     socket: Option<PathBuf>,
     /// Mode of the socket, octal 0 to 777. The policy decides by uid what each user who can connect
     /// may do.
-    #[arg(long, value_name = "OCTAL", default_value = "660", value_parser = mode)]
+    #[arg(long, value_name = "OCTAL", default_value = "660", value_parser = patchbay_proto::socket::parse_mode)]
     socket_mode: u32,
     /// Listen on TCP with mutual TLS.
     #[arg(long, value_name = "ADDRESS:PORT", requires_all = ["cert", "key"])]
@@ -104,6 +105,12 @@ struct ServeArgs {
     /// for kernels that do not reveal what a discovery needs; see --debug-file of patchbay-attach.
     #[arg(long, value_name = "PATH")]
     debug_file: Option<PathBuf>,
+    /// Write an autopsy of each guest whose kernel panics to this folder, as `patchbay guest
+    /// autopsy` does. The folder keeps the newest 64 files, at most 1 GiB. Only the daemon's user
+    /// can read them, because the log and the events of a guest are secret. The policy must make
+    /// this user a viewer of the guests.
+    #[arg(long, value_name = "FOLDER")]
+    autopsies: Option<PathBuf>,
     /// Register the host and its guests in this etcd, http://ADDRESS:PORT, or https:// with
     /// certificates; may be given several times.
     #[arg(long, value_name = "URL")]
@@ -133,13 +140,6 @@ enum LogFormat {
     Json,
     /// Text for people.
     Text,
-}
-
-fn mode(text: &str) -> Result<u32, String> {
-    match u32::from_str_radix(text, 8) {
-        Ok(mode) if mode <= 0o777 => Ok(mode),
-        _ => Err("give an octal mode such as 660".to_owned()),
-    }
 }
 
 fn label(text: &str) -> Result<(String, String), String> {
@@ -194,7 +194,7 @@ fn start(args: ServeArgs) -> anyhow::Result<()> {
         .enable_all()
         .build()
         .context("the runtime cannot be started")?;
-    runtime.block_on(async {
+    let served = runtime.block_on(async {
         let exporter = Exporter::from_environment("patchbayd")?;
         let mut hangup = signal(SignalKind::hangup())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
@@ -216,7 +216,10 @@ fn start(args: ServeArgs) -> anyhow::Result<()> {
         .await?;
         exporter.shutdown().await;
         Ok(())
-    })
+    });
+    // A folder of autopsies on a file system that hangs must not delay the end.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    served
 }
 
 fn config(args: ServeArgs) -> anyhow::Result<Config> {
@@ -291,6 +294,10 @@ fn config(args: ServeArgs) -> anyhow::Result<Config> {
             program: args.attach_program,
             debug_file: args.debug_file,
         },
+        autopsies: args.autopsies.map(|folder| Autopsies {
+            folder,
+            program: program_beside("patchbay"),
+        }),
         registry,
         run_dirs: match args.run_dir.as_slice() {
             [] => default_run_dirs(),

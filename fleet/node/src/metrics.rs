@@ -43,6 +43,11 @@ struct What {
     what: &'static str,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct AutopsyResult {
+    result: &'static str,
+}
+
 /// The host's metrics.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics(Arc<Inner>);
@@ -54,6 +59,7 @@ struct Inner {
     pauses: Histogram,
     sites: Counter,
     reload_failures: Family<What, Counter>,
+    autopsies: Family<AutopsyResult, Counter>,
 }
 
 impl Default for Inner {
@@ -64,6 +70,7 @@ impl Default for Inner {
             pauses: Histogram::new(PAUSE_BUCKETS),
             sites: Counter::default(),
             reload_failures: Family::default(),
+            autopsies: Family::default(),
         }
     }
 }
@@ -92,6 +99,16 @@ impl Metrics {
     /// Counts a failed reload of "policy" or "certificates".
     pub fn reload_failed(&self, what: &'static str) {
         self.0.reload_failures.get_or_create(&What { what }).inc();
+    }
+
+    /// Counts an attempt to write the autopsy of a panicked guest.
+    pub fn autopsy(&self, is_written: bool) {
+        let result = match is_written {
+            true => "written",
+            false => "failed",
+        };
+        let autopsies = &self.0.autopsies;
+        autopsies.get_or_create(&AutopsyResult { result }).inc();
     }
 
     /// Returns the metrics in the text format of Prometheus.
@@ -124,6 +141,11 @@ impl Metrics {
             "reload_failures",
             "Files that could not be read again on SIGHUP; the old content stays in force",
             inner.reload_failures.clone(),
+        );
+        registry.register(
+            "autopsies",
+            "Autopsies of panicked guests, and failed attempts to write one",
+            inner.autopsies.clone(),
         );
         registry.register_with_unit(
             "flip_pause",

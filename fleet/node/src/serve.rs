@@ -25,6 +25,7 @@ use tonic::transport::Server;
 use tonic::transport::server::Router;
 
 use crate::attach::{self, Attach};
+use crate::autopsy::{self, Autopsies};
 use crate::guests::{self, Guests};
 use crate::metrics::Metrics;
 use crate::monitors::{self, Directory, RunDirs};
@@ -66,6 +67,8 @@ pub struct Config {
     pub guests: Guests,
     /// The places that are searched for guests of other monitors.
     pub attach: Attach,
+    /// The folder of the autopsies of panicked guests, if they are written.
+    pub autopsies: Option<Autopsies>,
     /// The registry, and this host's record in it.
     pub registry: Option<RegistryConfig>,
 }
@@ -173,11 +176,9 @@ pub async fn serve(
         tasks.spawn(async move { incoming.serve_tcp(listener, tls).await });
     }
     let own = config.socket.canonicalize().ok();
+    let path = own.as_deref().unwrap_or(&config.socket);
     let registered = match &config.registry {
-        Some(registry) => Some(registered(
-            registry,
-            own.as_deref().unwrap_or(&config.socket),
-        )?),
+        Some(registry) => Some(registered(registry, path)?),
         None => None,
     };
     if let Some(run_dir) = config.run_dirs.0.first() {
@@ -191,6 +192,10 @@ pub async fn serve(
                 directory.clone(),
             ));
         }
+    }
+    if let Some(autopsies) = config.autopsies {
+        let (directory, metrics) = (directory.clone(), metrics.clone());
+        tasks.spawn(autopsy::run(autopsies, path.to_owned(), directory, metrics));
     }
     tasks.spawn(audit.clone().watch());
     tasks.spawn(monitors::run(directory, config.run_dirs, own));

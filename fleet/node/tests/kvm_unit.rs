@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests the systemd unit with the drop-in for guests of QEMU.
+//! Tests the systemd units of the daemon and of its attachers with guests of QEMU.
 
 use std::path::Path;
 use std::process::Command;
@@ -10,6 +10,7 @@ use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::{
     ListGuestsRequest, ListStaticKeysRequest, PauseGuestRequest, ResumeGuestRequest,
+    ShutdownGuestRequest,
 };
 use tonic::transport::Channel;
 
@@ -18,18 +19,21 @@ mod boot;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_patchbayd");
 const UNIT: &str = include_str!("../patchbayd.service");
-const DROP_IN: &str = include_str!("../patchbayd-attach.conf");
+const ATTACH: &str = include_str!("../../../attach/patchbay-attach.service");
 /// The variable that makes the test's program run as a client of the daemon. Its value is the
 /// daemon's socket.
 const SOCKET: &str = "PATCHBAY_TEST_SOCKET";
+const LOG: &str = "[Service]\nStandardError=append:/host/journal\n";
+/// The variable that makes this client cut the power of the guest that is found by its process.
+const CUT: &str = "PATCHBAY_TEST_CUT";
 /// Timeout for a daemon to discover its guests. It is long, because an emulated computer is slow.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// The names of the QEMUs, after the backends of their memory. The QEMU without a QMP socket is
-/// found by its process, and belongs to the user nobody, who may not name it.
+/// found by its process. It belongs to the user nobody, who may not name it.
 const GUESTS: [&str; 4] = ["file", "kvm:65534:", "memfd", "private"];
 
 #[test]
-fn the_daemon_attaches_to_qemus_of_another_user() {
+fn a_daemon_without_the_rights_serves_qemus_of_another_user() {
     if let Ok(socket) = std::env::var(SOCKET) {
         return uses_guests(&socket);
     }
@@ -49,11 +53,9 @@ fn the_daemon_attaches_to_qemus_of_another_user() {
         programs: &[PROGRAM, &attacher, &client],
         units: &[
             ("patchbayd.service", UNIT),
-            ("patchbayd.service.d/attach.conf", DROP_IN),
-            (
-                "patchbayd.service.d/log.conf",
-                "[Service]\nStandardError=append:/host/journal\n",
-            ),
+            ("patchbay-attach.service", ATTACH),
+            ("patchbayd.service.d/log.conf", LOG),
+            ("patchbay-attach.service.d/log.conf", LOG),
         ],
         steps: &steps,
         etc: &[
@@ -61,30 +63,34 @@ fn the_daemon_attaches_to_qemus_of_another_user() {
                 "policy.yaml",
                 b"rules: [{name: root, principals: ['uid:0'], role: admin}]\n",
             ),
-            (
-                "patchbayd.conf",
-                b"OPTIONS=--attach-qmp /run/vm --attach-all\n",
-            ),
+            ("attach.conf", b"OPTIONS=--qmp /run/vm\n"),
         ],
     };
     let Some(host) = machine.run() else { return };
     let read = |name: &str| std::fs::read_to_string(host.path().join(name)).unwrap_or_default();
-    assert_eq!(read("done"), "all\n", "{}", read("log"));
     let journal = read("journal");
+    assert_eq!(read("done"), "all\n", "{}{journal}", read("log"));
     assert!(journal.contains("listening"), "{journal}");
     assert!(!journal.contains("is not watched"), "{journal}");
-    for name in ["status.daemon", "status.attacher"] {
+    // The daemon has CAP_DAC_READ_SEARCH and CAP_SETUID. The attachers, and the process that starts
+    // them, have CAP_DAC_OVERRIDE, CAP_SETGID, CAP_SETUID, CAP_SYS_PTRACE, CAP_PERFMON and CAP_BPF.
+    for (name, capabilities) in [
+        ("status.daemon", "0000000000000084"),
+        ("status.attach", "000000c0000800c2"),
+        ("status.attacher", "000000c0000800c2"),
+    ] {
         let status = read(name);
-        // CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETUID, CAP_SYS_PTRACE, CAP_PERFMON and
-        // CAP_BPF.
         for line in [
-            "CapEff:\t000000c000080086\n",
+            &format!("CapEff:\t{capabilities}\n"),
+            &format!("CapBnd:\t{capabilities}\n"),
             "NoNewPrivs:\t1\n",
             "Seccomp:\t2\n",
         ] {
-            assert!(status.contains(line), "{status}");
+            assert!(status.contains(line), "{name}: {status}");
         }
     }
+    assert_eq!(read("modes"), "755 root root\n600 root root\n");
+    assert_eq!(read("agent"), "600 nobody\n");
 }
 
 fn has_kvm() -> bool {
@@ -141,5 +147,15 @@ async fn uses_guests(socket: &str) {
         let mut client = StaticKeysServiceClient::new(channel.clone());
         let error = client.list_static_keys(keys).await.expect_err("firmware");
         assert!(error.message().contains("kernel"), "{error}");
+    }
+    if std::env::var_os(CUT).is_some() {
+        let name = names.iter().find(|name| name.starts_with("kvm:"));
+        let cut = ShutdownGuestRequest {
+            guest: name.expect("served").to_owned(),
+            force: true,
+            ..Default::default()
+        };
+        let cut = guests.shutdown_guest(cut).await.expect("it ends");
+        assert!(cut.into_inner().power_cut);
     }
 }

@@ -16,6 +16,8 @@ mod log;
 mod patterns;
 #[path = "node/persons.rs"]
 mod persons;
+#[path = "node/records.rs"]
+mod records;
 #[path = "node/remote.rs"]
 mod remote;
 #[path = "node/spans.rs"]

@@ -70,8 +70,8 @@ impl EmbeddedStore {
     /// Opens the file, or creates it. The task that ends leases runs on the current tokio runtime.
     ///
     /// # Errors
-    /// [`StoreError::Damaged`] or [`StoreError::NewerFormat`], in which case the file is not
-    /// changed.
+    /// [`StoreError::Unopened`], [`StoreError::Damaged`] or [`StoreError::NewerFormat`], in which
+    /// case the file is not changed.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
         let shared = Arc::new(Shared::open(path)?);
         let expiry = tokio::spawn(expire_leases(Arc::downgrade(&shared)));
@@ -163,10 +163,20 @@ impl Shared {
             path: path.display().to_string(),
             why: error.to_string(),
         };
-        let exists = path.metadata().is_ok_and(|file| file.len() > 0);
+        let file = std::fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(path);
+        let length = file.and_then(|file| Ok(file.metadata()?.len()));
+        let length = length.map_err(|error| StoreError::Unopened {
+            path: path.display().to_string(),
+            why: error.to_string(),
+        })?;
         // redb panics on some damaged files instead of returning an error.
         let opened = std::panic::catch_unwind(|| {
-            if exists {
+            if length > 0 {
                 check_format(path)?;
                 Ok(Database::open(path))
             } else {

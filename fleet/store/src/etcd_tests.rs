@@ -65,7 +65,7 @@ impl Etcd {
         let mut attempts = 0;
         while let Err(error) = store.get("x").await {
             attempts += 1;
-            assert!(attempts < 100, "etcd does not come up: {error}");
+            assert!(attempts < 600, "etcd does not come up: {error}");
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
         Arc::new(store)

@@ -90,7 +90,7 @@ pub enum RegisterError {
     NameTaken { name: String, place: String },
     #[error("{0:?} is no name of a host; give 1 to 64 letters, digits, '-', '_' and '.'")]
     Name(String),
-    #[error("{0}")]
+    #[error(transparent)]
     Store(#[from] StoreError),
 }
 
@@ -278,6 +278,13 @@ mod tests {
             labels: BTreeMap::new(),
             lease: 0,
         }
+    }
+
+    #[test]
+    fn an_error_of_the_store_is_printed_once() {
+        let error = RegisterError::from(StoreError::Invalid("bad address".to_owned()));
+        assert_eq!(error.to_string(), "bad address");
+        assert!(std::error::Error::source(&error).is_none());
     }
 
     fn guests(names: &[(&str, u64)]) -> BTreeMap<String, GuestRecord> {

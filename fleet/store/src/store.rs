@@ -254,6 +254,10 @@ pub enum StoreError {
     /// The store did not answer. The transaction may have been applied.
     #[error("the store cannot be reached: {0}; it is tried again")]
     Unavailable(String),
+    #[error(
+        "the store at {path} cannot be opened: {why}; create its folder, or give the path of a file that this user may write"
+    )]
+    Unopened { path: String, why: String },
     #[error("the store at {path} is damaged: {why}; it is left as it is, restore a copy")]
     Damaged { path: String, why: String },
     #[error(

@@ -96,6 +96,18 @@ async fn a_damaged_file_is_kept() {
 }
 
 #[tokio::test]
+async fn a_path_without_a_file_is_not_called_damaged() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    for path in [
+        folder.path().to_owned(),
+        folder.path().join("none/fleet.redb"),
+    ] {
+        let error = EmbeddedStore::open(&path).map(|_| ()).expect_err("refused");
+        assert!(matches!(error, StoreError::Unopened { .. }), "{error}");
+    }
+}
+
+#[tokio::test]
 async fn a_truncated_file_is_kept() {
     let folder = tempfile::tempdir().expect("temporary folder");
     let path = folder.path().join("fleet.redb");

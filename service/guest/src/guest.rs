@@ -9,6 +9,7 @@ use crate::console::Console;
 use crate::kernel_memory::Place;
 use crate::memory::GuestRam;
 use crate::pause::PauseError;
+use crate::snapshot::{ControlState, MemorySink, SaveError};
 
 /// The mechanism by which the guest's requests reach the monitor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -141,6 +142,24 @@ pub trait Guest: Machine + 'static {
     /// change, and the next service asks the guest's counts.
     fn will_write_running(&self, ledger: &[u8; 32]) {
         let _ = ledger;
+    }
+
+    /// Passes the stopped guest's memory to `sink` and returns the rest of its state, in the
+    /// monitor's own format. `control` is stored with it.
+    ///
+    /// # Errors
+    /// [`SaveError`]. The guest is unchanged.
+    fn save(
+        &self,
+        paused: &Self::Paused<'_>,
+        control: ControlState,
+        sink: &mut dyn MemorySink,
+    ) -> Result<Vec<u8>, SaveError> {
+        let _ = (paused, control, sink);
+        Err(SaveError::Unable(
+            "the guest's monitor saves no snapshots for Patchbay; use the monitor's own command"
+                .to_owned(),
+        ))
     }
 }
 

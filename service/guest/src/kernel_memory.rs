@@ -112,33 +112,33 @@ impl KernelMemory {
         };
         let wraps = WalkError::Wraps { address, length };
         let last = address.checked_add(last as u64).ok_or(wraps)?;
-        // In the common case the range lies in a large page whose walk is cached.
-        let offset = address % LARGE_PAGE;
-        // The range must still lie in one 4 KiB page, even if the memory is contiguous: a write to
-        // the memory of another process is not atomic across such pages.
-        if address / PAGE_SIZE == last / PAGE_SIZE
-            && let Some(large) = self.large_walks.find(address - offset)
-        {
-            return Ok(Place {
-                first: large.part(usize::try_from(offset).unwrap_or(0), length),
-                second: Piece::NONE,
-            });
-        }
         let offset = address % PAGE_SIZE;
         let page = address - offset;
         let offset = usize::try_from(offset).unwrap_or(0);
         let first = self.page(page)?.part(offset, length);
         if last - page < PAGE_SIZE {
-            return Ok(Place {
-                first,
-                second: Piece::NONE,
-            });
+            return Ok(Place::from(first));
         }
         let second = self.page(page + PAGE_SIZE)?;
         Ok(Place {
             first,
             second: second.part(0, length - first.length()),
         })
+    }
+
+    /// Finds a range that lies in a large page whose walk is cached, as most ranges do. The range
+    /// must still lie in one 4 KiB page, even if the memory is contiguous: a write to the memory of
+    /// another process is not atomic across such pages.
+    #[inline]
+    fn find_cached(&self, address: u64, length: usize) -> Option<Place> {
+        let offset = address % LARGE_PAGE;
+        let end = (address % PAGE_SIZE).saturating_add(length as u64);
+        if length == 0 || end > PAGE_SIZE {
+            return None;
+        }
+        let large = self.large_walks.find(address - offset)?;
+        let offset = usize::try_from(offset).unwrap_or(0);
+        Some(Place::from(large.part(offset, length)))
     }
 
     /// Calls `part(offset, piece)` for each physically contiguous part of a range.
@@ -241,11 +241,12 @@ impl From<WalkError> for Fault {
 impl GuestMemory for KernelMemory {
     type Place = Place;
 
+    #[inline]
     fn locate(&self, address: u64, length: usize) -> Result<Place, Unmapped> {
-        let found = if length > LOCATE_MAX {
-            Err(Fault::TooLong)
-        } else {
-            self.find(address, length)
+        let found = match self.find_cached(address, length) {
+            _ if length > LOCATE_MAX => Err(Fault::TooLong),
+            Some(place) => return Ok(place),
+            None => self.find(address, length),
         };
         found.map_err(|fault| Unmapped {
             address,

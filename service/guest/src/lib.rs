@@ -11,6 +11,7 @@
 //! | [`console::Console`] | connects the guest's serial console |
 //! | [`discovery::Discoverable`] | returns the registers of the vCPUs and counts resets |
 //! | [`requests::GuestRequests`] | calls the handler for each request of the guest ([`abi`]) |
+//! | [`guest::Guest::save`] | saves the stopped guest ([`snapshot`]) |
 //! | [`threads::Threads`] | starts the service's threads under the monitor's filters |
 //!
 //! With the feature `testing`, the module `testing` has a guest in memory, and a conformance suite
@@ -34,6 +35,7 @@ pub mod log_limit;
 pub mod memory;
 pub mod pause;
 pub mod requests;
+pub mod snapshot;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod threads;

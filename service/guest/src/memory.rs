@@ -54,6 +54,7 @@ impl Piece {
 
     /// Returns the part of the piece from `offset` on, of at most `length` bytes.
     #[must_use]
+    #[inline]
     pub fn part(self, offset: usize, length: usize) -> Self {
         let offset = u32::try_from(offset).unwrap_or(u32::MAX).min(self.length);
         let rest = Self {
@@ -73,6 +74,7 @@ impl Piece {
 
     /// Returns the first `length` bytes of the piece, or the whole piece if it is shorter.
     #[must_use]
+    #[inline]
     pub fn prefix(self, length: usize) -> Self {
         let length = u32::try_from(length).unwrap_or(u32::MAX);
         Self {

@@ -254,8 +254,8 @@ fn left_out(keys: &LeftOut) -> v1::LeftOut {
 fn claim(view: ClaimView) -> v1::Claim {
     v1::Claim {
         key: view.key,
-        principal: view.claim.owner.principal,
-        owner: view.claim.owner.name,
+        principal: view.claim.owner.principal.clone(),
+        owner: view.claim.owner.name.clone(),
         generation: view.generation,
         want: want(view.claim.want).into(),
         state: state(view.verdict).into(),

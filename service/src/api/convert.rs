@@ -91,6 +91,8 @@ pub fn kernel_state(state: State) -> v1::KernelState {
         warnings: state.reports.map(|[warnings, _]| warnings),
         oopses: state.reports.map(|[_, oopses]| oopses),
         pressure: pressure.collect(),
+        panicked: state.panicked,
+        uptime_seconds: state.uptime,
     }
 }
 

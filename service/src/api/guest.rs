@@ -19,7 +19,9 @@ use self::status::StatusWatch;
 use super::access::Access;
 use super::convert;
 use super::ending::until_end;
+use super::reading::{Counted, recorded};
 use super::requests::{from_proto, invalid};
+use super::snapshot;
 use crate::keys::{Keys, KeysError, PauseRequest, PauseState, RegistrationPhase};
 use crate::log::Place;
 
@@ -27,6 +29,8 @@ const DEFAULT_PAUSE_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_PAUSE_TIMEOUT: Duration = Duration::from_secs(30);
 const DEFAULT_SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(60);
 const MAX_SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3600);
+const DEFAULT_SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(60);
+const MAX_SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(3600);
 const DEFAULT_PAUSE_TTL: Duration = Duration::from_secs(30);
 const MAX_PAUSE_TTL: Duration = Duration::from_secs(3600);
 
@@ -210,6 +214,21 @@ impl GuestService for GuestApi {
             }
         };
         Ok(Response::new(v1::ShutdownGuestResponse { power_cut }))
+    }
+
+    type SnapshotGuestStream = Counted<v1::SnapshotGuestResponse>;
+
+    async fn snapshot_guest(
+        &self,
+        request: Request<v1::SnapshotGuestRequest>,
+    ) -> Result<Response<Self::SnapshotGuestStream>, Status> {
+        let (guest, caller, request) = self.access.admit(request)?;
+        let range = Duration::from_millis(1)..=MAX_SNAPSHOT_TIMEOUT;
+        let timeout = from_proto("timeout", request.into_inner().timeout, range)?;
+        let timeout = timeout.unwrap_or(DEFAULT_SNAPSHOT_TIMEOUT);
+        let open = async { Ok(snapshot::save(&guest, timeout)) };
+        let stream = recorded(&guest, &caller, "snapshot", "", open).await?;
+        Ok(Response::new(stream))
     }
 
     type StreamConsoleStream =

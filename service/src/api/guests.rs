@@ -39,6 +39,7 @@ impl ServedGuest {
         let decoding = tracing.thread.as_ref();
         let decoding = decoding.map_or_else(Handle::current, |thread| thread.handle().clone());
         let tracer = trace::start(keys.clone(), tracing.agent, &decoding)?;
+        trace::park_boot_events(&tracer, tracing.boot_events)?;
         let mut guest = Self::new(keys, tracer, tracing.grace);
         guest.decoder = tracing.thread;
         Ok(guest)

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use patchbay_proto::v1;
 use patchbay_proto::v1::static_keys_service_server::StaticKeysService;
 use prost::Message;
-use static_keys::{Patterns, split_name};
+use static_keys::Patterns;
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
@@ -309,10 +309,7 @@ impl Changes {
 }
 
 fn wants(patterns: &Patterns, event: Event<'_>) -> bool {
-    event.key().is_none_or(|key| {
-        let (module, name) = split_name(key);
-        patterns.select(module, name)
-    })
+    event.key().is_none_or(|key| patterns.select_full(key))
 }
 
 fn update_request(

@@ -122,6 +122,7 @@ impl From<KeysError> for Status {
             | KeysError::GuestPaused
             | KeysError::ClaimsRefused { .. }
             | KeysError::Internal { .. }
+            | KeysError::NotSaved { .. }
             | KeysError::NotPoweredOff { .. } => {}
         }
         if let Some(delay) = error.retry_after() {
@@ -150,6 +151,7 @@ fn code(error: &KeysError) -> Code {
         | KeysError::GuestStopped
         | KeysError::GuestPaused
         | KeysError::PlanStale { .. }
+        | KeysError::NotSaved { .. }
         | KeysError::AuditLogUnwritable { .. } => Code::FailedPrecondition,
         KeysError::KeyNotFound { .. }
         | KeysError::NothingSelected { .. }

@@ -1,18 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Chooses the reader of a stream of events, and streams those that are read in the guest's memory.
+//! Chooses the reader of a stream of events, and streams those of the guest's memory and of the
+//! agent.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use patchbay_proto::v1;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
 use super::ending::until_end;
 use super::guests::ServedGuest;
+use super::tracepoints::{text, whole};
+use crate::keys::Caller;
 use crate::trace::TraceError;
 use crate::trace::memory::{MemoryStream, Wanted};
 use crate::trace::select;
+use crate::trace::stream::Subscription;
+use crate::trace::tracer::{ArmTerms, SwitchTerms, TraceOutcome, Tracer};
 
 const DEFAULT_EVENTS_PER_SECOND: u32 = 50_000;
 const MAX_EVENTS_PER_SECOND: u32 = 1_000_000;
@@ -21,8 +27,121 @@ const MAX_INSTANCE_BYTES: usize = 255;
 
 type Events = ReceiverStream<Result<v1::StreamTracepointEventsResponse, Status>>;
 
+/// Opens a stream of events that are read in memory, or that the agent sends.
+///
+/// # Errors
+/// The request is invalid, or the reader that it needs cannot serve it; those of arming and firing.
+pub async fn events(
+    guest: &Arc<ServedGuest>,
+    caller: Caller,
+    request: v1::StreamTracepointEventsRequest,
+) -> Result<Events, TraceError> {
+    if let Some(stream) = memory(guest, &caller.name, &request).await? {
+        return Ok(stream);
+    }
+    let limit = events_per_second(&request);
+    let wanted = select::Wanted::parse(request.patterns, request.arm_and_fire)?;
+    let terms = ArmTerms {
+        filter: text("filter", request.filter)?,
+        trigger: text("trigger", request.trigger)?,
+        even_if_others: request.even_if_others,
+        validate_only: false,
+        ttl: None,
+        caller: Some(caller.clone()),
+    };
+    let subscription =
+        guest
+            .tracer
+            .hub
+            .subscribe(&caller.name, wanted.patterns().clone(), limit)?;
+    let client = format!("{}/stream-{}", caller.name, subscription.id);
+    let guard = StreamGuard {
+        tracer: Arc::clone(&guest.tracer),
+        stream: subscription.id,
+        client: request.arm_and_fire.then(|| client.clone()),
+        grace: guest.grace,
+    };
+    let (guard, names) = if request.arm_and_fire {
+        let tracer = Arc::clone(&guest.tracer);
+        whole(async move {
+            // The task owns the guard. If the caller is gone, the guard is dropped when the
+            // task ends, so that the client is removed only after it was added.
+            let guard = guard;
+            let TraceOutcome { results, .. } = tracer.arm(&client, &wanted, &terms).await?;
+            // Events that the globs skipped must not be fired either.
+            let names: Vec<String> = results.into_iter().map(|result| result.name).collect();
+            let armed = select::Wanted::parse(names.clone(), true)?;
+            let terms = SwitchTerms {
+                caller: Some(caller),
+                ..SwitchTerms::default()
+            };
+            tracer.fire(&client, &armed, &terms).await?;
+            Ok((guard, names))
+        })
+        .await?
+    } else {
+        (guard, vec![])
+    };
+    let (sender, receiver) = mpsc::channel(1);
+    let first = v1::StreamTracepointEventsResponse {
+        names,
+        source: v1::TraceSource::Agent.into(),
+        ..Default::default()
+    };
+    guest
+        .tracer
+        .decoding
+        .spawn(tell(subscription, first, sender.clone()));
+    tokio::spawn(end_stream(sender, guest.ending(), guard));
+    Ok(ReceiverStream::new(receiver))
+}
+
+/// Closes the stream when dropped, and removes its client after the grace time.
+struct StreamGuard {
+    tracer: Arc<Tracer>,
+    stream: u64,
+    client: Option<String>,
+    grace: Duration,
+}
+
+impl Drop for StreamGuard {
+    fn drop(&mut self) {
+        self.tracer.hub.unsubscribe(self.stream);
+        if let Some(client) = self.client.take() {
+            let tracer = Arc::clone(&self.tracer);
+            let grace = self.grace;
+            tokio::spawn(async move {
+                tokio::time::sleep(grace).await;
+                tracer.leave(&client).await;
+            });
+        }
+    }
+}
+
+type Sender = mpsc::Sender<Result<v1::StreamTracepointEventsResponse, Status>>;
+
+/// Sends batches until either end closes the stream.
+async fn tell(
+    mut subscription: Subscription,
+    first: v1::StreamTracepointEventsResponse,
+    sender: Sender,
+) {
+    let mut message = first;
+    while sender.send(Ok(message)).await.is_ok() {
+        match subscription.batches.recv().await {
+            Some(batch) => message = batch.to_proto(),
+            None => return,
+        }
+    }
+}
+
+/// Closes the stream when the client is gone, the guest is removed, or the endpoint shuts down.
+async fn end_stream(sender: Sender, ending: watch::Receiver<bool>, _guard: StreamGuard) {
+    until_end(&sender, ending, std::future::pending()).await;
+}
+
 /// Returns the flood limit of a request.
-pub fn events_per_second(request: &v1::StreamTracepointEventsRequest) -> u32 {
+fn events_per_second(request: &v1::StreamTracepointEventsRequest) -> u32 {
     match request.max_events_per_second {
         0 => DEFAULT_EVENTS_PER_SECOND,
         limit => limit.min(MAX_EVENTS_PER_SECOND),
@@ -34,7 +153,7 @@ pub fn events_per_second(request: &v1::StreamTracepointEventsRequest) -> u32 {
 ///
 /// # Errors
 /// The request is invalid, or only the memory can serve it and the memory cannot be read.
-pub async fn memory(
+async fn memory(
     guest: &Arc<ServedGuest>,
     principal: &str,
     request: &v1::StreamTracepointEventsRequest,
@@ -57,6 +176,7 @@ pub async fn memory(
         events_per_second: events_per_second(request),
         buffered: request.buffered,
         no_follow: request.no_follow,
+        records: request.records,
     };
     let keys = Arc::clone(&guest.keys);
     let opened = MemoryStream::begin(keys, guest.tracer.link.clone(), permit, wanted).await;
@@ -79,7 +199,7 @@ pub async fn memory(
 
 /// Returns whether only the reader of the memory can serve a request.
 fn is_only_in_memory(request: &v1::StreamTracepointEventsRequest) -> bool {
-    !request.instance.is_empty() || request.buffered || request.no_follow
+    !request.instance.is_empty() || request.buffered || request.no_follow || request.records
 }
 
 /// Returns the reader of a request. `Unspecified` is the memory if the rings are found there,
@@ -95,7 +215,7 @@ fn choose(
     let only_in_memory = is_only_in_memory(request);
     match source {
         v1::TraceSource::Agent if only_in_memory => {
-            let message = "the agent reads only its own instance, from the end on; give the source memory to read another instance, or buffered events alone";
+            let message = "the agent streams only new events of its own instance, without records; set the source to memory to read another instance, buffered events or records";
             return Err(invalid("source", message));
         }
         v1::TraceSource::Agent => return Ok(source),

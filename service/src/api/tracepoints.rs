@@ -4,9 +4,10 @@
 //! Changes run in separate tasks. Otherwise a client that disconnects during a change could leave
 //! events armed that no client is responsible for.
 
+use std::collections::HashSet;
 use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use patchbay_proto::agent::v1 as agent;
@@ -15,8 +16,8 @@ use patchbay_proto::agent::v1::to_agent::Message as Question;
 use patchbay_proto::v1;
 use patchbay_proto::v1::tracepoints_service_server::TracepointsService;
 use prost::Message;
-use tokio::sync::{mpsc, watch};
-use tokio_stream::Stream;
+use static_keys::split_name;
+use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
@@ -24,16 +25,16 @@ use super::access::Access;
 use super::convert;
 use super::ending::until_end;
 use super::kernel_log::Log;
+use super::reading::{Counted, recorded};
 use super::requests::{CallTimes, MAX_TTL, from_proto, page_size, summary_only};
-use super::trace_events::{self, events_per_second, invalid};
+use super::trace_events::{self, invalid};
 use crate::keys::KeysError;
 use crate::keys::replay::RequestId;
 use crate::trace::link::bounded;
 use crate::trace::once::Once;
 use crate::trace::select::{self, Wanted};
-use crate::trace::stream::Subscription;
 use crate::trace::tracer::{ArmTerms, SwitchTerms, TraceOutcome, Tracer};
-use crate::trace::{AgentError, TraceError, link};
+use crate::trace::{AgentError, TraceError, TracepointFacts, link};
 use crate::trace_id;
 
 const MAX_TEXT_BYTES: usize = 1024;
@@ -137,7 +138,7 @@ impl TracepointsService for TracepointsApi {
         guest.keys.find_kernel(deadline).await;
         let change = async move { tracer.fire(&client, &wanted, &terms).await };
         let TraceOutcome { results, report } = change_once(&guest.tracer, once, change).await?;
-        let (results, summary) = viewed(results, summary_only);
+        let (results, summary) = viewed(&guest.tracer, results, summary_only);
         Ok(Response::new(v1::FireTracepointsResponse {
             results,
             report: report.map(convert::report),
@@ -166,7 +167,7 @@ impl TracepointsService for TracepointsApi {
         guest.keys.find_kernel(deadline).await;
         let change = async move { tracer.park(&client, &wanted, &terms).await };
         let TraceOutcome { results, report } = change_once(&guest.tracer, once, change).await?;
-        let (results, summary) = viewed(results, summary_only);
+        let (results, summary) = viewed(&guest.tracer, results, summary_only);
         Ok(Response::new(v1::ParkTracepointsResponse {
             results,
             report: report.map(convert::report),
@@ -198,8 +199,7 @@ impl TracepointsService for TracepointsApi {
         Ok(Response::new(v1::DisarmTracepointsResponse { results }))
     }
 
-    type StreamTracepointEventsStream =
-        Pin<Box<dyn Stream<Item = Result<v1::StreamTracepointEventsResponse, Status>> + Send>>;
+    type StreamTracepointEventsStream = Counted<v1::StreamTracepointEventsResponse>;
 
     async fn stream_tracepoint_events(
         &self,
@@ -207,64 +207,10 @@ impl TracepointsService for TracepointsApi {
     ) -> Result<Response<Self::StreamTracepointEventsStream>, Status> {
         let (guest, caller, request) = self.access.admit(request)?;
         let request = request.into_inner();
-        if let Some(stream) = trace_events::memory(&guest, &caller.name, &request).await? {
-            return Ok(Response::new(Box::pin(stream)));
-        }
-        let limit = events_per_second(&request);
-        let wanted = Wanted::parse(request.patterns, request.arm_and_fire)?;
-        let terms = ArmTerms {
-            filter: text("filter", request.filter)?,
-            trigger: text("trigger", request.trigger)?,
-            even_if_others: request.even_if_others,
-            validate_only: false,
-            ttl: None,
-            caller: Some(caller.clone()),
-        };
-        let subscription =
-            guest
-                .tracer
-                .hub
-                .subscribe(&caller.name, wanted.patterns().clone(), limit)?;
-        let client = format!("{}/stream-{}", caller.name, subscription.id);
-        let guard = StreamGuard {
-            tracer: Arc::clone(&guest.tracer),
-            stream: subscription.id,
-            client: request.arm_and_fire.then(|| client.clone()),
-            grace: guest.grace,
-        };
-        let (guard, names) = if request.arm_and_fire {
-            let tracer = Arc::clone(&guest.tracer);
-            whole(async move {
-                // The task owns the guard. If the caller is gone, the guard is dropped when the
-                // task ends, so that the client is removed only after it was added.
-                let guard = guard;
-                let TraceOutcome { results, .. } = tracer.arm(&client, &wanted, &terms).await?;
-                // Events that the globs skipped must not be fired either.
-                let names: Vec<String> = results.into_iter().map(|result| result.name).collect();
-                let armed = Wanted::parse(names.clone(), true)?;
-                let terms = SwitchTerms {
-                    caller: Some(caller),
-                    ..SwitchTerms::default()
-                };
-                tracer.fire(&client, &armed, &terms).await?;
-                Ok((guard, names))
-            })
-            .await?
-        } else {
-            (guard, vec![])
-        };
-        let (sender, receiver) = mpsc::channel(1);
-        let first = v1::StreamTracepointEventsResponse {
-            names,
-            source: v1::TraceSource::Agent.into(),
-            ..Default::default()
-        };
-        guest
-            .tracer
-            .decoding
-            .spawn(tell(subscription, first, sender.clone()));
-        tokio::spawn(end_stream(sender, guest.ending(), guard));
-        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+        let instance = request.instance.clone();
+        let events = trace_events::events(&guest, caller.clone(), request);
+        let stream = recorded(&guest, &caller, "trace events", &instance, events).await?;
+        Ok(Response::new(stream))
     }
 
     async fn get_tracepoint_stats(
@@ -297,22 +243,25 @@ impl TracepointsService for TracepointsApi {
         }))
     }
 
-    type StreamKernelLogStream =
-        Pin<Box<dyn Stream<Item = Result<v1::StreamKernelLogResponse, Status>> + Send>>;
+    type StreamKernelLogStream = Counted<v1::StreamKernelLogResponse>;
 
     async fn stream_kernel_log(
         &self,
         request: Request<v1::StreamKernelLogRequest>,
     ) -> Result<Response<Self::StreamKernelLogStream>, Status> {
-        let (guest, _, request) = self.access.admit(request)?;
-        let log = Log::open(&guest, request.into_inner()).await?;
+        let (guest, caller, request) = self.access.admit(request)?;
         let ending = guest.ending();
-        // The log is read again only after the client has taken the previous records.
-        let (sender, receiver) = mpsc::channel(1);
-        tokio::spawn(async move {
-            until_end(&sender, ending, log.tell(&sender)).await;
-        });
-        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+        let open = async {
+            let log = Log::open(&guest, request.into_inner()).await?;
+            // The log is read again only after the client has taken the previous records.
+            let (sender, receiver) = mpsc::channel(1);
+            tokio::spawn(async move {
+                until_end(&sender, ending, log.tell(&sender)).await;
+            });
+            Ok(ReceiverStream::new(receiver))
+        };
+        let stream = recorded(&guest, &caller, "kernel log", "", open).await?;
+        Ok(Response::new(stream))
     }
 
     async fn describe_agent(
@@ -387,50 +336,6 @@ fn description(
     }
 }
 
-/// Closes the stream when dropped, and removes its client after the grace time.
-struct StreamGuard {
-    tracer: Arc<Tracer>,
-    stream: u64,
-    client: Option<String>,
-    grace: Duration,
-}
-
-impl Drop for StreamGuard {
-    fn drop(&mut self) {
-        self.tracer.hub.unsubscribe(self.stream);
-        if let Some(client) = self.client.take() {
-            let tracer = Arc::clone(&self.tracer);
-            let grace = self.grace;
-            tokio::spawn(async move {
-                tokio::time::sleep(grace).await;
-                tracer.leave(&client).await;
-            });
-        }
-    }
-}
-
-type Sender = mpsc::Sender<Result<v1::StreamTracepointEventsResponse, Status>>;
-
-/// Sends batches until either end closes the stream.
-async fn tell(
-    mut subscription: Subscription,
-    first: v1::StreamTracepointEventsResponse,
-    sender: Sender,
-) {
-    let mut message = first;
-    while sender.send(Ok(message)).await.is_ok() {
-        match subscription.batches.recv().await {
-            Some(batch) => message = batch.to_proto(),
-            None => return,
-        }
-    }
-}
-
-/// Closes the stream when the client is gone, the guest is removed, or the endpoint shuts down.
-async fn end_stream(sender: Sender, ending: watch::Receiver<bool>, _guard: StreamGuard) {
-    until_end(&sender, ending, std::future::pending()).await;
-}
-
 /// Makes a change, or returns the answer of an earlier request with the same id.
 async fn change_once(
     tracer: &Arc<Tracer>,
@@ -438,11 +343,12 @@ async fn change_once(
     change: impl Future<Output = Result<TraceOutcome, TraceError>> + Send + 'static,
 ) -> Result<TraceOutcome, Status> {
     let tracer = Arc::clone(tracer);
-    whole(async move {
+    let changed = whole(async move {
         let boot = tracer.keys.boot();
         tracer.answers.once(once, boot, change).await
     })
-    .await
+    .await;
+    Ok(changed?)
 }
 
 /// Identifies a change by its request id. `rest` is the request without the id.
@@ -471,11 +377,11 @@ fn once(
 }
 
 /// Completes a change even if the caller disconnects.
-async fn whole<T: Send + 'static>(
+pub(super) async fn whole<T: Send + 'static>(
     change: impl Future<Output = Result<T, TraceError>> + Send + 'static,
-) -> Result<T, Status> {
+) -> Result<T, TraceError> {
     match tokio::spawn(trace_id::carry(change)).await {
-        Ok(result) => Ok(result?),
+        Ok(result) => result,
         Err(_) => Err(KeysError::Internal {
             message: "the change panicked; see the monitor's log".to_owned(),
         }
@@ -491,24 +397,37 @@ async fn list(
     let (events, stale) = tracer.events().await;
     let facts = tracer.facts().await?;
     tracer.forget_vanished(&facts);
+    // Until the first agent connects, the events are those in the guest's memory.
+    let is_told = !events.names.is_empty();
+    let mut all = match is_told {
+        true => events.names.clone(),
+        false => tracer.events_in_memory().await,
+    };
     let armed: Vec<String> = tracer.book().events.keys().cloned().collect();
+    let has_probe = |name: &str| {
+        let facts = select::of_event(&facts.by_name, name);
+        facts.is_some_and(TracepointFacts::has_probe)
+    };
+    // The systems of tracepoints without an event are unknown.
+    let known = all.iter().chain(&armed);
+    let known: HashSet<&str> = known.map(|event| split_name(event).1).collect();
+    let eventless = facts.by_name.keys().filter(|name| {
+        let is_listed = !is_told || has_probe(name);
+        is_listed && !known.contains(name.as_str())
+    });
+    let eventless: Vec<_> = eventless.map(|name| format!(":{name}")).collect();
+    all.extend(eventless);
     let fired_by = tracer.fired_by(&armed);
     let book = tracer.book();
-    let others = select::others(&events, &facts.by_name, |event| {
+    all.extend(armed);
+    all.sort_unstable();
+    all.dedup();
+    let others = select::others(&events, &all, &facts.by_name, |event| {
         book.may_have_probe(event) || book.moving.contains(event)
     });
-    let mut names = events.names;
-    names.extend(book.events.keys().cloned());
-    // Until the first agent connects, the kernel's registered tracepoints are listed instead; their
-    // systems are unknown.
-    if names.is_empty() {
-        names.extend(facts.by_name.keys().map(|name| format!(":{name}")));
-    }
-    names.sort_unstable();
-    names.dedup();
     let tell = |name: String| {
         let armed = book.events.get(&name);
-        let of_event = facts.by_name.get(select::split(&name).1);
+        let of_event = select::of_event(&facts.by_name, &name);
         let enabled = of_event.is_some_and(|facts| facts.enabled);
         let fired_by = fired_by.get(&name).map(Vec::as_slice).unwrap_or_default();
         v1::Tracepoint {
@@ -526,25 +445,26 @@ async fn list(
             refused: select::refusal(of_event).unwrap_or_default(),
             filter: armed.map(|armed| armed.filter.clone()).unwrap_or_default(),
             trigger: armed.map(|armed| armed.trigger.clone()).unwrap_or_default(),
-            events: armed.map_or(0, |armed| {
-                armed
-                    .source
-                    .events
-                    .load(std::sync::atomic::Ordering::Relaxed)
-            }),
+            events: armed
+                .and_then(|armed| armed.source.as_ref())
+                .map_or(0, |source| source.events.load(Ordering::Relaxed)),
             key: of_event.map(|facts| facts.key.clone()).unwrap_or_default(),
+            also_serves: of_event.map_or_else(Vec::new, |facts| names(&facts.also_serves)),
+            probe_functions: of_event.map_or_else(Vec::new, |facts| facts.functions.clone()),
             name,
         }
     };
-    let chosen = names
+    let is_armed = |name: &String| book.events.contains_key(name) || has_probe(name);
+    let chosen = all
         .into_iter()
-        .filter(|name| wanted.matches(name) && (!armed_only || book.events.contains_key(name)));
+        .filter(|name| wanted.matches(name) && (!armed_only || is_armed(name)));
     Ok((chosen.map(tell).collect(), stale))
 }
 
 /// Returns the summary of the results, and the results unless only the summary is wanted.
 fn viewed(
-    results: Vec<v1::TracepointResult>,
+    tracer: &Tracer,
+    mut results: Vec<v1::TracepointResult>,
     summary_only: bool,
 ) -> (Vec<v1::TracepointResult>, v1::TracepointSummary) {
     let to_u32 = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
@@ -553,10 +473,21 @@ fn viewed(
         events: to_u32(results.len()),
         firing: to_u32(results.iter().filter(fires).count()),
     };
-    (if summary_only { vec![] } else { results }, summary)
+    if summary_only {
+        return (vec![], summary);
+    }
+    for result in &mut results {
+        let (_, key) = split_name(&result.name);
+        result.also_serves = names(&tracer.keys.also_serves(key));
+    }
+    (results, summary)
 }
 
-fn text(field: &'static str, text: String) -> Result<String, TraceError> {
+fn names(of: &[&str]) -> Vec<String> {
+    of.iter().map(|&name| name.to_owned()).collect()
+}
+
+pub(super) fn text(field: &'static str, text: String) -> Result<String, TraceError> {
     if text.len() > MAX_TEXT_BYTES || text.contains(['\n', '\0']) {
         return Err(invalid(
             field,

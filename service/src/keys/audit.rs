@@ -14,245 +14,50 @@
 //!
 //! On SIGHUP the monitor opens the file by its name again, between two lines, so that later lines
 //! do not go to a file that was renamed.
+//!
+//! The executor records changes. A task that serves a client records that the client reads the
+//! guest's log or events ([`Reading`]), so that a long change does not delay a reader. The lines
+//! of readers do not delay a change by more than two syncs either, however many readers there are:
+//! lines are written one at a time, and synced together ([`syncs`]).
 
+mod file;
 mod json;
+mod lines;
+mod reading;
+mod syncs;
 
 use std::borrow::Cow;
-use std::fmt::Debug;
-use std::fs::File;
-use std::io::{ErrorKind, Write};
-use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use patchbay_guest::log_file::{LogPath, length};
+use patchbay_guest::log_file::LogPath;
 use patchbay_proto::text::printable_json;
-use rustix::fs::OFlags;
 use serde::Serialize;
 
-use super::declared::Declaration;
+pub(in crate::keys) use self::file::AuditFile;
+use self::file::Written;
+pub use self::lines::{
+    AuditOutcome, AuditedChange, Body, ClaimSet, Copied, IntendedKeys, IntendedOp, IntendedPlan,
+    Intent, LedgerImport, Renewal, millis,
+};
+pub use self::reading::{Reader, Reading};
 use super::error::KeysError;
 use crate::trace_id::TraceId;
 
-/// The open log. Without a file, lines go to tracing only.
-#[derive(Debug, Default)]
+/// A handle to the open log. Without a file, lines go to tracing only.
+#[derive(Clone, Debug, Default)]
 pub struct AuditLog {
-    file: Option<AuditFile>,
-    next_id: u64,
+    log: Arc<Mutex<Log>>,
+    /// The trace to which the lines of this handle belong.
     trace_id: Option<TraceId>,
 }
 
-/// An open audit log file.
-#[derive(Debug)]
-pub struct AuditFile {
-    place: Arc<LogPath>,
-    file: File,
-    /// The file can be synced; false for a pipe or a device.
-    syncs: bool,
-    /// The last line has no newline.
-    cut_short: bool,
-}
-
-/// The content of a line.
-pub trait Body: Debug + Serialize {
-    /// Adds the fields of the content to the text of a JSON object.
-    ///
-    /// # Errors
-    /// It has no representation in JSON.
-    fn add_to(&self, object: &mut String) -> serde_json::Result<()> {
-        json::join(object, &serde_json::to_string(self)?);
-        Ok(())
-    }
-}
-
-/// A change that is about to be made.
-#[derive(Debug, Serialize)]
-pub struct Intent<'a> {
-    /// "uid:N"; "monitor" if a hold or a claim ended by itself; "others in the guest" if the event
-    /// was fired or parked for other users in the guest.
-    pub owner: &'a str,
-    /// Reason of the client.
-    pub reason: &'a str,
-    /// Request id of the client.
-    pub request_id: &'a str,
-    /// References of other holders may be dropped.
-    pub force: bool,
-    /// The prepared plan that is committed; `None` for an update.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub plan: Option<IntendedPlan<'a>>,
-    /// The ops, in the order of the request.
-    #[serde(skip)]
-    pub updates: Vec<IntendedOp<'a>>,
-    /// Declarations of the host that permit the change of a key.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub declared: Vec<&'a Declaration>,
-}
-
-impl Body for Intent<'_> {
-    fn add_to(&self, object: &mut String) -> serde_json::Result<()> {
-        json::join(object, &serde_json::to_string(self)?);
-        // Most ops of a transaction are the same.
-        let (mut last, mut rest) = (None, String::new());
-        json::add_list(object, "updates", &self.updates, |to, update| {
-            let IntendedKeys::Name { key } = update.keys else {
-                return json::add(to, update);
-            };
-            if last.replace(update.op) != Some(update.op) {
-                rest = [",\"op\":\"", update.op, "\"}"].concat();
-            }
-            json::add_keyed(to, key, &rest)
-        })
-    }
-}
-
-/// The plan of an [`Intent`].
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct IntendedPlan<'a> {
-    /// Plan id, as the client sends it.
-    pub id: &'a str,
-    /// SHA-256 of the plan, in hexadecimal.
-    pub digest: &'a str,
-}
-
-/// One op of an [`Intent`].
-#[derive(Debug, Serialize)]
-pub struct IntendedOp<'a> {
-    /// The key or keys.
-    #[serde(flatten)]
-    pub keys: IntendedKeys<'a>,
-    /// "inc", "dec", "enable" or "disable".
-    pub op: &'static str,
-}
-
-/// The keys that an [`IntendedOp`] changes.
-#[derive(Debug, Serialize)]
-#[serde(untagged)]
-pub enum IntendedKeys<'a> {
-    /// A single key.
-    Name {
-        /// Name, as the client gives it.
-        key: &'a str,
-    },
-    /// Every key that a selection matches. The outcome lists the keys.
-    Selection {
-        /// Patterns, as the client gives them.
-        patterns: &'a [String],
-        /// Classes, as the client gives them; empty for all.
-        #[serde(skip_serializing_if = "Vec::is_empty")]
-        classes: Vec<&'static str>,
-        /// Number of keys that matched.
-        keys: usize,
-    },
-    /// The keys of the lines of dynamic debug that queries select. The outcome lists the keys.
-    Debug {
-        /// Queries, as the client gives them.
-        debug_queries: &'a [String],
-        /// Number of keys that matched.
-        keys: usize,
-    },
-}
-
-/// Holds that get a new expiry.
-#[derive(Debug, Serialize)]
-pub struct Renewal<'a> {
-    /// The holder.
-    pub owner: &'a str,
-    /// Hold ids.
-    pub holds: &'a [String],
-    /// New time to live in milliseconds; `None` for holds that no longer expire.
-    pub ttl_ms: Option<u64>,
-}
-
-impl Body for Renewal<'_> {}
-
-/// A set of claims that is about to replace the one of its owner. An [`Intent`] follows if it
-/// changes counts.
-#[derive(Debug, Serialize)]
-pub struct ClaimSet<'a> {
-    /// The principal of the owner.
-    pub owner: &'a str,
-    /// The name that the principal chose.
-    pub name: &'a str,
-    /// The person for whom the principal makes the call, according to the host's daemon.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub person: Option<&'a str>,
-    /// The generation.
-    pub generation: u64,
-    /// SHA-256 of the keys and the wanted state of each, in hexadecimal.
-    pub intent_digest: &'a str,
-    /// Number of keys; 0 if the owner's claims end.
-    pub keys: usize,
-    /// References of the guest's own code may be taken away.
-    pub force: bool,
-    /// Guarded keys may be claimed.
-    pub allow_guarded: bool,
-    /// Time to live in milliseconds; `None` for claims that do not expire.
-    pub ttl_ms: Option<u64>,
-    /// Reason of the client.
-    pub reason: &'a str,
-}
-
-impl Body for ClaimSet<'_> {}
-
-/// Returns a duration as the log has it.
-pub fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
-}
-
-/// The end of a change.
-#[derive(Debug, Serialize)]
-#[serde(tag = "result", rename_all = "snake_case")]
-pub enum AuditOutcome<'a> {
-    /// The change was made.
-    Committed {
-        /// One per key.
-        #[serde(skip)]
-        changes: Vec<AuditedChange<'a>>,
-    },
-    /// The change was not made. The guest is unchanged unless the error says otherwise.
-    Failed {
-        /// Reason of the error, as in `patchbay.v1.ErrorReason`.
-        reason: &'static str,
-        /// Message of the error.
-        error: String,
-    },
-}
-
-impl Body for AuditOutcome<'_> {
-    fn add_to(&self, object: &mut String) -> serde_json::Result<()> {
-        json::join(object, &serde_json::to_string(self)?);
-        if let Self::Committed { changes } = self {
-            // Most keys of a transaction have the same numbers.
-            let (mut last, mut rest) = (None, String::new());
-            json::add_list(object, "changes", changes, |to, change| {
-                let AuditedChange {
-                    before,
-                    after,
-                    sites,
-                    ..
-                } = *change;
-                if last.replace((before, after, sites)) != Some((before, after, sites)) {
-                    rest = format!(",\"before\":{before},\"after\":{after},\"sites\":{sites}}}");
-                }
-                json::add_keyed(to, change.key, &rest)
-            })?;
-        }
-        Ok(())
-    }
-}
-
-/// A key's count before and after.
-#[derive(Debug)]
-pub struct AuditedChange<'a> {
-    /// Full name of the key.
-    pub key: &'a str,
-    /// Count before the change.
-    pub before: i32,
-    /// Count after the change.
-    pub after: i32,
-    /// Number of sites that were patched.
-    pub sites: u32,
+/// The log that all handles share.
+#[derive(Debug, Default)]
+struct Log {
+    file: Option<AuditFile>,
+    next_id: u64,
 }
 
 /// The fields that begin each line.
@@ -264,7 +69,7 @@ struct Head {
     id: u64,
     pid: u32,
     event: &'static str,
-    /// The trace of the call that asked for the change.
+    /// The trace of the call that asked for the change, or that reads.
     #[serde(skip_serializing_if = "Option::is_none")]
     trace_id: Option<TraceId>,
 }
@@ -275,16 +80,20 @@ impl AuditLog {
     /// # Errors
     /// An I/O error.
     pub fn open(path: &Path) -> std::io::Result<Self> {
-        Ok(Self {
+        let log = Log {
             file: Some(AuditFile::open(Arc::new(LogPath::new(path)?))?),
             next_id: 0,
+        };
+        Ok(Self {
+            log: Arc::new(Mutex::new(log)),
             trace_id: None,
         })
     }
 
-    /// Returns the path of the file. [`AuditFile::open`] opens it again after a rename.
+    /// Returns the path of the file.
+    /// [`Keys::reopen_audit_log`](super::Keys::reopen_audit_log) opens it again after a rename.
     pub fn place(&self) -> Option<Arc<LogPath>> {
-        Some(self.file.as_ref()?.place.clone())
+        Some(Arc::clone(self.lock().file.as_ref()?.place()))
     }
 
     /// Sets the trace to which later lines belong.
@@ -292,9 +101,17 @@ impl AuditLog {
         self.trace_id = trace_id;
     }
 
-    /// Writes later lines to another file.
+    /// Writes later lines of all handles to another file. The lines of the earlier one are synced,
+    /// because later intents are no longer synced together with them.
     pub(super) fn replace(&mut self, file: AuditFile) {
-        self.file = Some(file);
+        let earlier = self.lock().file.replace(file);
+        if let Some(Err(error)) = earlier.map(|earlier| earlier.sync()) {
+            tracing::warn!(%error, "the renamed audit log cannot be synced to the disk");
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Log> {
+        self.log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Writes the intent, syncs it to the disk and returns its number, which the outcome repeats.
@@ -322,15 +139,31 @@ impl AuditLog {
         self.promise("claims", claims).map(drop)
     }
 
+    /// Writes the import of a ledger and syncs it to the disk.
+    ///
+    /// # Errors
+    /// [`KeysError::AuditLogUnwritable`]: the ledger must not be imported.
+    pub fn ledger_import(&mut self, import: &LedgerImport<'_>) -> Result<(), KeysError> {
+        self.promise("ledger_import", import).map(drop)
+    }
+
+    /// Writes that the guest begins as a copy of another one, and syncs it to the disk.
+    ///
+    /// # Errors
+    /// [`KeysError::AuditLogUnwritable`]: the copy must not be started.
+    pub fn copied(&mut self, copied: &Copied<'_>) -> Result<(), KeysError> {
+        self.promise("copied", copied).map(drop)
+    }
+
     fn promise(&mut self, event: &'static str, body: &impl Body) -> Result<u64, KeysError> {
-        let id = self.next_id;
-        self.next_id += 1;
-        self.append(event, id, body)?;
-        let Some(log) = &self.file else {
-            return Ok(id);
+        let (id, written) = {
+            let mut log = self.lock();
+            let id = log.next_id;
+            log.next_id += 1;
+            (id, log.append(self.trace_id, event, id, body)?)
         };
-        if let Err(error) = log.sync() {
-            let error = log.unwritable(error);
+        // The lock is not held, so that other lines are written meanwhile.
+        if let Some(Err(error)) = written.map(|written| written.sync()) {
             self.outcome(
                 id,
                 &AuditOutcome::Failed {
@@ -346,22 +179,32 @@ impl AuditLog {
     /// Writes the outcome. The change is already made, so a failure is only logged. The next intent
     /// then fails too, and its change is refused.
     pub fn outcome(&mut self, id: u64, outcome: &AuditOutcome<'_>) {
-        if let Err(error) = self.append("outcome", id, outcome) {
-            tracing::error!(%error, id, ?outcome, "the outcome of a change is missing in the audit log");
+        let written = self.lock().append(self.trace_id, "outcome", id, outcome);
+        if let Err(error) = written {
+            tracing::error!(%error, id, ?outcome, "an outcome is missing in the audit log");
         }
     }
+}
 
-    fn append(&mut self, event: &'static str, id: u64, body: &impl Body) -> Result<(), KeysError> {
+impl Log {
+    /// Writes a line. Returns it if it goes to a file, where it is not synced.
+    fn append(
+        &mut self,
+        trace_id: Option<TraceId>,
+        event: &'static str,
+        id: u64,
+        body: &impl Body,
+    ) -> Result<Option<Written>, KeysError> {
         let Some(log) = &mut self.file else {
             if tracing::enabled!(tracing::Level::INFO) {
-                let trace_id = self.trace_id.map(tracing::field::display);
+                let trace_id = trace_id.map(tracing::field::display);
                 // JSON is much cheaper than the debug format of a thousand keys.
                 let mut text = "{}".to_owned();
                 let _ = body.add_to(&mut text);
                 let body = printable_json(&text);
                 tracing::info!(event, id, trace_id, %body, "audit");
             }
-            return Ok(());
+            return Ok(None);
         };
         let since = SystemTime::now()
             .duration_since(UNIX_EPOCH)
@@ -372,7 +215,7 @@ impl AuditLog {
             id,
             pid: std::process::id(),
             event,
-            trace_id: self.trace_id,
+            trace_id,
         };
         let text = serde_json::to_string(&head).and_then(|mut text| {
             body.add_to(&mut text)?;
@@ -385,75 +228,17 @@ impl AuditLog {
             Cow::Borrowed(_) => text,
             Cow::Owned(escaped) => escaped,
         };
-        log.append(text.into_bytes())
-            .map_err(|error| log.unwritable(error))
-    }
-}
-
-impl AuditFile {
-    /// Opens the file at `path`, and creates it if it does not exist.
-    ///
-    /// # Errors
-    /// An I/O error.
-    pub fn open(place: Arc<LogPath>) -> std::io::Result<Self> {
-        let file = place.open(OFlags::WRONLY | OFlags::APPEND | OFlags::CREATE)?;
-        let length = length(&file)?;
-        Ok(Self {
-            syncs: length.is_some(),
-            cut_short: length.is_some_and(|length| is_cut_short(&place, length)),
-            place,
-            file,
-        })
-    }
-
-    /// Appends one line, in a single write unless the kernel accepts only part of it.
-    fn append(&mut self, mut text: Vec<u8>) -> std::io::Result<()> {
-        text.push(b'\n');
-        if self.cut_short {
-            text.insert(0, b'\n');
-        }
-        let mut rest = &text[..];
-        while !rest.is_empty() {
-            match self.file.write(rest) {
-                Ok(0) => return Err(ErrorKind::WriteZero.into()),
-                Ok(written) => {
-                    rest = &rest[written..];
-                    self.cut_short = !rest.is_empty();
-                }
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-
-    fn sync(&self) -> std::io::Result<()> {
-        if self.syncs {
-            self.file.sync_data()
-        } else {
-            Ok(())
+        match log.append(text.into_bytes()) {
+            Ok(written) => Ok(Some(written)),
+            Err(error) => Err(log.unwritable(error)),
         }
     }
-
-    fn unwritable(&self, error: std::io::Error) -> KeysError {
-        KeysError::AuditLogUnwritable {
-            path: self.place.path().display().to_string(),
-            error: error.to_string(),
-        }
-    }
-}
-
-/// Returns whether the file ends without a newline. A file that cannot be read counts as complete.
-fn is_cut_short(place: &LogPath, length: u64) -> bool {
-    let mut last = [b'\n'];
-    if let (Some(end), Ok(file)) = (length.checked_sub(1), place.open(OFlags::RDONLY)) {
-        let _ = file.read_exact_at(&mut last, end);
-    }
-    last != [b'\n']
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use super::*;
 
     fn intent() -> Intent<'static> {
@@ -576,6 +361,126 @@ mod tests {
         drop(log);
         let text = reader.join().expect("no panic").expect("readable");
         assert_eq!(text.lines().count(), 1, "{text}");
+    }
+
+    /// The end of a change and the intent of the next one are written while a slow disk syncs the
+    /// line of a reader. Neither the reader nor the intent is answered before.
+    #[test]
+    fn lines_are_written_while_another_one_is_synced() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("audit.jsonl");
+        let log = AuditLog::open(&path).expect("opens");
+        let file = log.lock().file.as_ref().expect("a file").open_file();
+        let (mut change, mut reader) = (log.clone(), log);
+        let made = AuditOutcome::Committed { changes: vec![] };
+        std::thread::scope(|scope| {
+            let mut threads = vec![];
+            let mut seen = vec![];
+            let slow = || {
+                threads.push(scope.spawn(move || reader.intent(&intent())));
+                seen.push(lines_until(&path, 1));
+                threads.push(scope.spawn(move || {
+                    change.outcome(7, &made);
+                    change.intent(&intent())
+                }));
+                seen.push(lines_until(&path, 3));
+                seen.push(threads.iter().filter(|thread| thread.is_finished()).count());
+                Ok(())
+            };
+            file.sync_by(slow).expect("synced");
+            assert_eq!(seen, [1, 3, 0], "lines, and answers before they are synced");
+            let answers = threads.into_iter().map(|thread| thread.join());
+            let ids: Vec<_> = answers
+                .map(|id| id.expect("no panic").expect("synced"))
+                .collect();
+            assert_eq!(ids, [0, 1]);
+        });
+        let expected = [("intent", 0), ("outcome", 7), ("intent", 1)];
+        assert_eq!(
+            events(&path),
+            expected.map(|(event, id)| (event.to_owned(), id))
+        );
+    }
+
+    /// Waits until the file has this many lines. Returns their number, which is smaller if none is
+    /// written for long.
+    fn lines_until(path: &Path, count: usize) -> usize {
+        let mut found = 0;
+        until(|| {
+            let text = std::fs::read_to_string(path).expect("readable");
+            found = text.matches('\n').count();
+            found >= count
+        });
+        found
+    }
+
+    /// Waits until the condition holds. Returns false if it does not for long.
+    fn until(mut holds: impl FnMut() -> bool) -> bool {
+        let end = Instant::now() + Duration::from_secs(60);
+        while !holds() {
+            if Instant::now() > end {
+                return false;
+            }
+            std::thread::yield_now();
+        }
+        true
+    }
+
+    /// Returns the event and the id of each line.
+    fn events(path: &Path) -> Vec<(String, u64)> {
+        let text = std::fs::read_to_string(path).expect("readable");
+        let lines = text.lines().map(|line| {
+            let line: serde_json::Value = serde_json::from_str(line).expect("JSON");
+            let event = line["event"].as_str().expect("an event").to_owned();
+            (event, line["id"].as_u64().expect("a number"))
+        });
+        lines.collect()
+    }
+
+    /// A regular file of /proc takes what is written to it and cannot be synced.
+    #[test]
+    fn a_line_that_cannot_be_synced_is_an_error() {
+        let mut log = AuditLog::open(Path::new("/proc/thread-self/comm")).expect("opens");
+        let error = log.intent(&intent()).expect_err("not on a disk");
+        assert_eq!(error.reason(), "AUDIT_LOG_UNWRITABLE");
+        assert!(error.to_string().contains("Invalid argument"), "{error}");
+    }
+
+    /// The file is renamed while the line of a reader waits for a sync, which fails. The outcome
+    /// goes to the new file.
+    #[test]
+    fn a_line_in_a_renamed_file_that_cannot_be_synced_is_an_error() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("audit.jsonl");
+        let aside = folder.path().join("audit.jsonl.1");
+        let mut log = AuditLog::open(&path).expect("opens");
+        let file = log.lock().file.as_ref().expect("a file").open_file();
+        let place = log.place().expect("a file");
+        let mut reader = log.clone();
+        let answer = std::thread::scope(|scope| {
+            let (mut thread, mut is_free) = (None, false);
+            let failed = file.sync_by(|| {
+                thread = Some(scope.spawn(move || reader.intent(&intent())));
+                lines_until(&path, 1);
+                std::fs::rename(&path, &aside).expect("renamed");
+                let mut new = Some(AuditFile::open(place).expect("opens"));
+                // The line is in the file before its writer releases the lock.
+                is_free = until(|| {
+                    let locked = log.log.try_lock();
+                    locked.map(|mut log| log.file = new.take()).is_ok()
+                });
+                Err(std::io::Error::other("the disk is gone"))
+            });
+            failed.expect_err("the disk is gone");
+            assert!(is_free, "nothing holds the lock during a sync");
+            thread.expect("started").join().expect("no panic")
+        });
+        let error = answer.expect_err("perhaps not on the disk");
+        assert_eq!(error.reason(), "AUDIT_LOG_UNWRITABLE");
+        log.intent(&intent()).expect("the new file works");
+        assert_eq!(events(&aside), [("intent".to_owned(), 0)]);
+        let expected = [("outcome".to_owned(), 0), ("intent".to_owned(), 1)];
+        assert_eq!(events(&path), expected);
     }
 
     /// /dev/full stands in for a full disk.

@@ -285,6 +285,12 @@ pub enum KeysError {
         /// The guest's kernel saw the power button.
         seen: bool,
     },
+    /// The guest cannot be saved.
+    #[error("{message}")]
+    NotSaved {
+        /// The reason, and the next step.
+        message: String,
+    },
 }
 
 /// The key or keys that a rule refuses to change.
@@ -373,6 +379,18 @@ impl KeyRefusal {
 }
 
 impl KeysError {
+    /// Creates the error for a guarded key that the call permits and the monitor does not.
+    pub(super) fn guarded_by_monitor(key: &str) -> Self {
+        Self::KeyRefused {
+            key: key.into(),
+            reason: KeyRefusal::Guarded,
+            message: format!(
+                "key {key} is guarded, and its monitor was started without --allow-guarded; start \
+                 it with this option"
+            ),
+        }
+    }
+
     /// Time after which a retry may succeed; `None` if a retry cannot help.
     pub fn retry_after(&self) -> Option<Duration> {
         match self {
@@ -420,6 +438,7 @@ impl KeysError {
             | Self::Internal { .. }
             | Self::GuestPaused
             | Self::NotPoweredOff { .. }
+            | Self::NotSaved { .. }
             | Self::GuestStopped => true,
         }
     }
@@ -464,6 +483,7 @@ impl KeysError {
             Self::GuestStopped => "GUEST_STOPPED",
             Self::GuestPaused => "GUEST_PAUSED",
             Self::NotPoweredOff { .. } => "NOT_POWERED_OFF",
+            Self::NotSaved { .. } => "NOT_SAVED",
         }
     }
 }

@@ -7,13 +7,14 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use patchbay_guest::guest::{Guest, Machine};
+use patchbay_guest::log_file::LogPath;
 use patchbay_guest::memory::GuestRam;
 use patchbay_guest::threads::{PlainThreads, ThreadKind, Threads, contain};
 use tokio::sync::{oneshot, watch};
 
 use super::advice;
-use super::audit::{AuditFile, AuditLog};
-use super::claims::{ClaimsOutcome, ClaimsRequest, LedgerFile};
+use super::audit::{AuditFile, AuditLog, Reader, Reading};
+use super::claims::{ClaimsOutcome, ClaimsRequest, CopiedHolds, LedgerFile};
 use super::clock::{Clock, SystemClock};
 use super::declared::Declarations;
 use super::error::KeysError;
@@ -27,7 +28,7 @@ use super::pages::ResultsPage;
 use super::registry::{Description, Registry};
 use super::request::{
     CommitRequest, DiscardRequest, PauseRequest, PrepareRequest, ReleaseRequest, RenewRequest,
-    RepairRequest, UpdateRequest,
+    RepairRequest, SaveRequest, UpdateRequest,
 };
 use super::scope::{Caller, Use};
 use super::shared::{ExecutorEnd, Shared};
@@ -43,6 +44,8 @@ pub struct KeysConfig {
     pub audit: AuditLog,
     /// File that keeps claims and holds, for a guest that outlives this process.
     pub ledger: Option<LedgerFile>,
+    /// Holds and claims of the guest that this one is a copy of.
+    pub copied: Option<CopiedHolds>,
     /// Symbols that give sites their function names.
     pub symbols: Symbols,
     /// Permits changes of guarded keys. Requests must permit them too.
@@ -62,6 +65,7 @@ impl Default for KeysConfig {
         Self {
             audit: AuditLog::default(),
             ledger: None,
+            copied: None,
             symbols: Symbols::default(),
             allow_guarded: false,
             allow_text_checker: false,
@@ -79,6 +83,7 @@ pub struct Keys {
     pub(super) shared: Arc<Shared>,
     machine: Arc<dyn Machine>,
     commands: SyncSender<Queued>,
+    audit: AuditLog,
 }
 
 impl Keys {
@@ -94,11 +99,9 @@ impl Keys {
         advice::load();
         registry.declare(config.declared);
         registry.attach(guest.ram().clone());
-        let found = config.ledger.as_ref().and_then(|file| file.found.as_ref());
-        let holds_of = found.map_or("", |ledger| &ledger.holds_of);
         let mut shared = Shared::new(registry, config.symbols, config.clock);
-        shared.incarnation.continue_holds(holds_of);
-        let ledger = Keeper::new(config.ledger, shared.incarnation.holds_of());
+        let copied = config.copied.map(|copied| copied.0);
+        let ledger = Keeper::new(config.ledger, copied, &mut shared.incarnation);
         let shared = Arc::new(shared);
         shared.book().ledger_waits = ledger.waits();
         let (commands, receiver) = sync_channel(QUEUE);
@@ -106,6 +109,7 @@ impl Keys {
             allow_guarded: config.allow_guarded,
             allow_text_checker: config.allow_text_checker,
         };
+        let audit = config.audit.clone();
         let executor = Executor::new(
             Arc::clone(&guest),
             Arc::clone(&shared),
@@ -127,6 +131,7 @@ impl Keys {
                 shared,
                 machine: guest,
                 commands,
+                audit,
             },
             thread,
         ))
@@ -135,6 +140,14 @@ impl Keys {
     /// Returns the guest.
     pub fn machine(&self) -> &dyn Machine {
         &*self.machine
+    }
+
+    /// Records that a client begins to read.
+    ///
+    /// # Errors
+    /// [`KeysError::AuditLogUnwritable`]: nothing may be read.
+    pub(crate) async fn begin_reading(&self, reader: Reader) -> Result<Reading, KeysError> {
+        Reading::begin(self.audit.clone(), reader).await
     }
 
     pub(crate) fn registry(&self) -> &Registry {
@@ -326,6 +339,15 @@ impl Keys {
         self.ask(Command::Resume).await
     }
 
+    /// Saves the guest: passes its memory to the request's sink and returns the rest of its state.
+    /// The guest is stopped meanwhile, and other calls wait.
+    ///
+    /// # Errors
+    /// [`KeysError::NotSaved`], [`KeysError::NotStopped`].
+    pub async fn save(&self, request: SaveRequest) -> Result<Vec<u8>, KeysError> {
+        self.ask(|reply| Command::Save(request, reply)).await
+    }
+
     /// Makes the executor read its clock again, for clocks that are set by hand.
     ///
     /// # Errors
@@ -411,12 +433,19 @@ impl Keys {
         }
     }
 
-    /// Continues the audit log in this file. Waits for room in the command queue.
-    pub fn replace_audit_file(&self, file: AuditFile) {
-        // An executor thread that has ended writes nothing more.
-        let _ = self.commands.send(Queued {
-            trace_id: None,
-            command: Command::AuditFile(file),
-        });
+    /// Opens the audit log again by its name, which another file may have. Waits for room in the
+    /// command queue. If the file cannot be opened, the log continues in the renamed one.
+    pub fn reopen_audit_log(&self, place: &Arc<LogPath>) {
+        match AuditFile::open(Arc::clone(place)) {
+            // An executor thread that has ended writes nothing more.
+            Ok(file) => drop(self.commands.send(Queued {
+                trace_id: None,
+                command: Command::AuditFile(file),
+            })),
+            Err(error) => tracing::error!(
+                "the audit log {} cannot be reopened ({error}); it continues in the renamed file",
+                place.path().display()
+            ),
+        }
     }
 }

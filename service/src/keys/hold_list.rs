@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use static_keys::{Patterns, split_name};
+use static_keys::Patterns;
 
 use super::error::KeysError;
 use super::handle::Keys;
@@ -49,9 +49,8 @@ impl Keys {
         let mut keys: Vec<(KeyInstance, KeyHolds)> = {
             let book = self.shared.book();
             let selected = |(key, holds): &(KeyInstance, &KeyHolds)| {
-                let (module, name) = split_name(holds.name());
                 live.contains(&key.epoch)
-                    && query.patterns.select(module, name)
+                    && query.patterns.select_full(holds.name())
                     && after.is_none_or(|(after, _)| **holds.name() >= *after)
             };
             let holds = book.holds.iter().filter(selected);

@@ -7,6 +7,7 @@
 
 mod key;
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::ops::Deref;
 use std::sync::Arc;
@@ -112,6 +113,8 @@ impl Hold {
 pub struct Holds {
     /// No entry is empty.
     by_key: HashMap<KeyInstance, KeyHolds, RandomState>,
+    /// Number of the keys with a hold that expires.
+    expiring: usize,
     /// Number of the newest hold.
     newest: u64,
 }
@@ -141,12 +144,19 @@ impl Holds {
     /// expiry. Returns the holds, unless there are none.
     pub fn put(&mut self, key: KeyInstance, mut holds: KeyHolds) -> Option<&KeyHolds> {
         if holds.as_slice().is_empty() {
-            self.by_key.remove(&key);
+            self.forget(key);
             return None;
         }
         holds.number(&mut self.newest);
         holds.reset_retry();
-        Some(self.by_key.entry(key).insert_entry(holds).into_mut())
+        self.expiring += usize::from(holds.expire());
+        Some(match self.by_key.entry(key) {
+            Entry::Vacant(entry) => entry.insert(holds),
+            Entry::Occupied(mut entry) => {
+                self.expiring -= usize::from(entry.insert(holds).expire());
+                entry.into_mut()
+            }
+        })
     }
 
     /// Returns the number of the newest hold.
@@ -179,7 +189,11 @@ impl Holds {
     /// Drops holds on keys that no longer exist. Returns whether there were any.
     pub fn retain(&mut self, mut exists: impl FnMut(KeyInstance) -> bool) -> bool {
         let before = self.by_key.len();
-        self.by_key.retain(|key, _| exists(*key));
+        self.by_key.retain(|key, holds| {
+            let exists = exists(*key);
+            self.expiring -= usize::from(!exists && holds.expire());
+            exists
+        });
         self.by_key.len() != before
     }
 
@@ -190,11 +204,16 @@ impl Holds {
 
     /// Drops the holds on one key.
     pub fn forget(&mut self, key: KeyInstance) {
-        self.by_key.remove(&key);
+        let gone = self.by_key.remove(&key);
+        self.expiring -= usize::from(gone.is_some_and(|holds| holds.expire()));
     }
 
     /// Returns the time at which the next hold expires.
     pub fn next_due(&self) -> Option<Instant> {
+        // The executor asks after each command, and most holds do not expire.
+        if self.expiring == 0 {
+            return None;
+        }
         self.by_key.values().filter_map(KeyHolds::due).min()
     }
 
@@ -218,11 +237,13 @@ impl Holds {
         let Some(holds) = self.by_key.get_mut(&key) else {
             return 0;
         };
+        self.expiring -= usize::from(holds.expire());
         holds.follow_guest(state);
+        self.expiring += usize::from(holds.expire());
         let left = holds.as_slice().iter().filter(|hold| which(hold));
         let references = left.map(|hold| hold.references).sum();
         if holds.as_slice().is_empty() {
-            self.by_key.remove(&key);
+            self.forget(key);
         }
         references
     }

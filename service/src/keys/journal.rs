@@ -76,7 +76,8 @@ pub enum Event<'a> {
 #[derive(Debug)]
 pub struct Author {
     /// "uid:0"; "monitor" if a hold or a claim ended by itself; "others in the guest" if the event
-    /// was fired or parked for other users in the guest.
+    /// was fired or parked for other users in the guest; "--trace-events" if it was parked because
+    /// the guest's command line arms it.
     pub principal: String,
     /// Reason that the client gave.
     pub reason: String,

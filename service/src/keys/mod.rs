@@ -69,7 +69,7 @@ pub use self::quarantine::{Quarantine, QuarantineCause};
 pub use self::registry::{Description, KernelTables, Refused, RegistrationPhase, Registry};
 pub use self::request::{
     CommitRequest, DiscardRequest, KeyUpdate, ListQuery, MAX_UPDATES, PauseRequest, PrepareRequest,
-    ReleaseRequest, RenewRequest, RepairRequest, Selection, Target, TracepointUpdate,
+    ReleaseRequest, RenewRequest, RepairRequest, SaveRequest, Selection, Target, TracepointUpdate,
     UpdateRequest,
 };
 pub use self::scope::{Caller, KeyScope, Use};

@@ -15,8 +15,10 @@ mod declare;
 pub(crate) mod discovered;
 pub mod discovery;
 mod install;
+mod kept;
 mod log;
 mod registered;
+mod request_memory;
 pub(crate) mod requests;
 mod source;
 mod tables;
@@ -32,6 +34,7 @@ use patchbay_memory::paging::{Levels, PageTable};
 use tokio::sync::watch;
 
 use self::discovery::Discovery;
+use self::kept::KeptRequests;
 use self::log::LogState;
 pub use self::log::{KernelLog, Look};
 pub use self::registered::{Instances, Registration};
@@ -154,6 +157,8 @@ pub struct Registry {
 #[derive(Debug, Default)]
 struct Writer {
     epoch: u64,
+    /// The requests that make up the registration.
+    kept: KeptRequests,
 }
 
 impl Writer {

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use patchbay_guest::snapshot::MemorySink;
 use static_keys::{Class, Op, Patterns};
 
 use super::debug::DebugQueries;
@@ -164,6 +165,35 @@ pub struct PauseRequest {
     pub timeout: Duration,
     /// Time after which the guest is resumed automatically.
     pub ttl: Duration,
+}
+
+/// A request to save the guest.
+pub struct SaveRequest {
+    /// Time that the vCPUs have to stop.
+    pub timeout: Duration,
+    /// Receiver of the memory.
+    pub sink: Box<dyn MemorySink + Send>,
+}
+
+#[cfg(test)]
+impl SaveRequest {
+    /// Creates a request whose memory nobody takes.
+    pub(super) fn to_nobody() -> Self {
+        use patchbay_guest::snapshot::SinkClosed;
+
+        struct Nobody;
+
+        impl MemorySink for Nobody {
+            fn take(&mut self, _: u64, _: Vec<u8>) -> Result<(), SinkClosed> {
+                Err(SinkClosed)
+            }
+        }
+
+        Self {
+            timeout: Duration::from_secs(10),
+            sink: Box::new(Nobody),
+        }
+    }
 }
 
 /// A query for keys.

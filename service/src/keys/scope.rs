@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The keys that a caller may change, according to the host's daemon, and the caps on their number.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use patchbay_proto::scope::{Scope, ScopeRule};
-use static_keys::{PatternError, Patterns, split_name};
+use static_keys::{PatternError, Patterns};
 
 use super::error::KeysError;
 
@@ -111,11 +111,7 @@ fn parse(rules: Vec<ScopeRule>) -> Result<Vec<Rule>, PatternError> {
 impl Rule {
     /// Returns the reason why the rule does not permit a use of these keys; `None` if it does.
     fn lacks(&self, keys: &[&str], how: Use) -> Option<Lack> {
-        let covers = |key: &&&str| {
-            let (module, name) = split_name(key);
-            self.keys.select(module, name)
-        };
-        if let Some(key) = keys.iter().find(|key| !covers(key)) {
+        if let Some(key) = keys.iter().find(|key| !self.keys.select_full(key)) {
             return Some(Lack::Key((*key).to_owned()));
         }
         let exhausted = self.exhausted.as_ref().filter(|_| how != Use::GiveBack);
@@ -176,9 +172,15 @@ impl Spent {
             let why = "its certificate has expired since it made the call".to_owned();
             return Err(refuse(&caller.name, why));
         }
-        let own = self.find(&caller.name, &scope.rules, keys, how, now)?;
+        if how == Use::Change {
+            self.0.retain(|_, keys| {
+                keys.retain(|_, at| now.saturating_duration_since(*at) < WINDOW);
+                !keys.is_empty()
+            });
+        }
+        let own = self.find(&caller.name, &scope.rules, keys, how)?;
         let person = match &scope.person {
-            Some((name, rules)) => Some((name, self.find(name, rules, keys, how, now)?)),
+            Some((name, rules)) => Some((name, self.find(name, rules, keys, how)?)),
             None => None,
         };
         // The caller and the person both may make the change, so it is counted for both.
@@ -196,13 +198,12 @@ impl Spent {
         rules: &'r [Rule],
         keys: &[&str],
         how: Use,
-        now: Instant,
     ) -> Result<&'r Rule, KeysError> {
         let mut nearest: Option<(Lack, &Rule)> = None;
         for rule in rules {
             let lack = rule
                 .lacks(keys, how)
-                .or_else(|| self.lacks_room(principal, rule, keys, how, now));
+                .or_else(|| self.lacks_room(principal, rule, keys, how));
             match lack {
                 None => return Ok(rule),
                 Some(lack) => match &nearest {
@@ -219,25 +220,15 @@ impl Spent {
     }
 
     /// Compares a change with the cap of a rule.
-    fn lacks_room(
-        &self,
-        principal: &str,
-        rule: &Rule,
-        keys: &[&str],
-        how: Use,
-        now: Instant,
-    ) -> Option<Lack> {
+    fn lacks_room(&self, principal: &str, rule: &Rule, keys: &[&str], how: Use) -> Option<Lack> {
         let most = rule.max_keys?;
         let given = match how {
             Use::GiveBack => return None,
             Use::Check => keys.len(),
             Use::Change => {
-                let id = (rule.name.clone(), principal.to_owned());
-                let known = self.0.get(&id).into_iter().flatten();
-                let known = known.filter(|(_, at)| now.saturating_duration_since(**at) < WINDOW);
-                let known: HashSet<&str> = known.map(|(key, _)| key.as_str()).collect();
-                let new = keys.iter().filter(|key| !known.contains(**key)).count();
-                known.len() + new
+                let known = self.0.get(&(rule.name.clone(), principal.to_owned()));
+                let is_new = |key: &&&str| known.is_none_or(|known| !known.contains_key(**key));
+                known.map_or(0, HashMap::len) + keys.iter().filter(is_new).count()
             }
         };
         (given > most).then_some(Lack::Keys { given, most })
@@ -248,10 +239,6 @@ impl Spent {
         if rule.max_keys.is_none() || how != Use::Change {
             return;
         }
-        self.0.retain(|_, keys| {
-            keys.retain(|_, at| now.saturating_duration_since(*at) < WINDOW);
-            !keys.is_empty()
-        });
         let id = (rule.name.clone(), principal.to_owned());
         let counted = self.0.entry(id).or_default();
         counted.extend(keys.iter().map(|key| ((*key).to_owned(), now)));

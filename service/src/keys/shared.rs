@@ -64,9 +64,13 @@ impl Book {
     }
 
     /// Returns whether a claim keeps a tracepoint on without a hold, because the guest had it on.
+    #[inline]
     pub fn is_claimed_on(&self, name: &str, key: KeyInstance, state: &KeyState) -> bool {
-        let claims = state.tracepoint.then(|| self.claims.key(name)).flatten();
-        claims.is_some_and(|claims| {
+        state.tracepoint && self.has_claim_on(name, key, state)
+    }
+
+    fn has_claim_on(&self, name: &str, key: KeyInstance, state: &KeyState) -> bool {
+        self.claims.key(name).is_some_and(|claims| {
             let mut claims = claims.clone();
             claims.follow_guest(key, self.holds.copy(key), state);
             claims.is_on_without_hold()

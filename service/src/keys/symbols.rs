@@ -16,12 +16,12 @@ const MAX_FILE_BYTES: u64 = 2 << 30;
 #[derive(Debug, thiserror::Error)]
 pub enum SymbolsError {
     /// An I/O error.
-    #[error("symbol file {path} cannot be read: {source}")]
+    #[error("symbol file {path} cannot be read: {error}")]
     Unreadable {
         /// Path of the file.
         path: String,
         /// The error.
-        source: std::io::Error,
+        error: std::io::Error,
     },
     /// The file is too large for a kernel.
     #[error("symbol file {path} has more than 2 GiB; give the kernel's System.map instead")]
@@ -52,9 +52,9 @@ impl Symbols {
     /// [`SymbolsError`].
     pub fn read(path: &Path) -> Result<Self, SymbolsError> {
         let name = path.display().to_string();
-        let unreadable = |source| SymbolsError::Unreadable {
+        let unreadable = |error| SymbolsError::Unreadable {
             path: name.clone(),
-            source,
+            error,
         };
         if std::fs::metadata(path).map_err(unreadable)?.len() > MAX_FILE_BYTES {
             return Err(SymbolsError::TooLarge { path: name });

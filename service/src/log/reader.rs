@@ -46,7 +46,8 @@ impl Place {
     /// Does the same as [`Place::find`] on a thread that may block.
     ///
     /// # Errors
-    /// Those of [`Place::find`].
+    /// [`KeysError::NotRegistered`] with the reason, and [`KeysError::Internal`] if the search
+    /// panics.
     pub async fn search(keys: &Arc<Keys>) -> Result<Self, KeysError> {
         let keys = Arc::clone(keys);
         let place = tokio::task::spawn_blocking(move || Self::find(&keys)).await;

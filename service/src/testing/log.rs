@@ -21,6 +21,8 @@ const LOAD: u64 = BASE + 16;
 const REPORTS: u64 = BASE + 40;
 const NO_PRESSURE: u64 = BASE + 48;
 const PRESSURE: u64 = BASE + 56;
+const PANIC: u64 = PRESSURE + 15 * 8;
+const UPTIME: u64 = PANIC + 8;
 
 /// A log in the memory of a guest that has registered.
 pub struct GuestLog {
@@ -44,6 +46,8 @@ impl GuestLog {
                 load: Some(LOAD),
                 reports: Some([REPORTS, REPORTS + 4]),
                 pressure: Some([NO_PRESSURE, PRESSURE]),
+                panic: Some(PANIC),
+                uptime: Some([UPTIME, UPTIME + 8]),
             },
             trace: Err("the test has no trace events".to_owned()),
         };
@@ -52,7 +56,9 @@ impl GuestLog {
             ram: guest.ram().clone(),
             log,
         };
+        // Writes the whole ring; no CPU panics.
         log.write(|_| {});
+        log.write(|writer| writer.put(PANIC, u32::MAX.into()));
         log
     }
 
@@ -115,6 +121,19 @@ impl GuestLog {
                 writer.put(address, percent << 11);
             }
         });
+    }
+
+    /// Writes the seconds since boot, and the nanoseconds in suspend.
+    pub fn put_uptime(&self, seconds: u64, suspended: u64) {
+        self.write(|writer| {
+            writer.put(UPTIME, seconds);
+            writer.put(UPTIME + 8, suspended);
+        });
+    }
+
+    /// Lets a CPU begin a panic.
+    pub fn panic(&self, cpu: u32) {
+        self.write(|writer| writer.put(PANIC, cpu.into()));
     }
 
     /// Prints a line of a level.

@@ -18,7 +18,8 @@ use patchbay_proto::v1;
 use tonic::{Request, Status};
 
 use crate::api::claims;
-use crate::keys::{Keys, Registry};
+use crate::keys::claims::{ClaimQuery, ClaimView};
+use crate::keys::{HoldQuery, HoldView, Keys, Registry};
 
 /// Replaces the claims of an owner as the service does for a call, without a socket.
 ///
@@ -41,6 +42,29 @@ pub async fn list_claims(
     request: v1::ListClaimsRequest,
 ) -> Result<v1::ListClaimsResponse, Status> {
     Ok(claims::list(keys, request).await?)
+}
+
+/// Returns the first page of holds, with a page size of 100.
+///
+/// # Panics
+/// The list fails.
+#[must_use]
+pub fn listed_holds(keys: &Keys) -> Vec<HoldView> {
+    let query = HoldQuery {
+        page_size: 100,
+        ..HoldQuery::default()
+    };
+    keys.holds(&query).expect("no token").holds
+}
+
+/// Returns the first page of claims, with a page size of 100.
+#[must_use]
+pub fn listed_claims(keys: &Keys) -> Vec<ClaimView> {
+    let query = ClaimQuery {
+        page_size: 100,
+        ..ClaimQuery::default()
+    };
+    keys.claims(&query).claims
 }
 
 /// Returns the registry of a service that was started.

@@ -13,12 +13,13 @@ use super::backoff::Backoff;
 use super::stream::Source;
 
 /// An armed event.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Armed {
     /// Full name of the key of the event's tracepoint.
     pub key: String,
-    /// Format of its events.
-    pub source: Arc<Source>,
+    /// Format of the events that the agent sends; `None` if the agent has no probe, because the
+    /// guest's own kernel has armed the event.
+    pub source: Option<Arc<Source>>,
     /// Filter that is set in the guest; empty if none.
     pub filter: String,
     /// Trigger that is set in the guest; empty if none.
@@ -37,6 +38,13 @@ pub struct Armed {
     pub serial: u64,
 }
 
+impl Armed {
+    /// Returns whether the guest's own kernel has armed the event, and the agent has not.
+    pub fn is_guests(&self) -> bool {
+        self.source.is_none()
+    }
+}
+
 /// Armed events by "system:name".
 #[derive(Debug, Default)]
 pub struct Book {
@@ -53,7 +61,17 @@ impl Book {
     /// Returns whether the event may have the agent's probe. Not valid during a request to the
     /// agent to arm or disarm the event.
     pub fn may_have_probe(&self, name: &str) -> bool {
-        self.events.contains_key(name) || self.overdue.contains(name)
+        self.is_agents(name) || self.overdue.contains(name)
+    }
+
+    /// Returns whether the agent has armed the event.
+    pub fn is_agents(&self, name: &str) -> bool {
+        self.of_agent(name).is_some()
+    }
+
+    /// Returns an event that the agent has armed.
+    pub fn of_agent(&self, name: &str) -> Option<&Armed> {
+        self.events.get(name).filter(|armed| !armed.is_guests())
     }
 
     /// Returns the events that the client armed.
@@ -138,15 +156,16 @@ mod tests {
         let client = |&name: &&str| (name.to_owned(), None);
         Armed {
             key: "key".into(),
-            source: Arc::new(Source {
+            source: Some(Arc::new(Source {
                 name: "s:e".into(),
                 format: Format {
                     id: 1,
                     fields: [].into(),
                 },
+                text: Box::default(),
                 settled_at: AtomicU64::new(0),
                 events: AtomicU64::new(0),
-            }),
+            })),
             filter: String::new(),
             trigger: String::new(),
             connection: 1,

@@ -43,7 +43,7 @@ pub enum TraceError {
     #[error(transparent)]
     Agent(#[from] AgentError),
     /// No event matches.
-    #[error("no event matches {patterns:?}; see `patchbay trace events`")]
+    #[error("no event matches {}; see `patchbay trace events`", list(.patterns))]
     EventNotFound {
         /// Patterns from the request that match no event.
         patterns: Vec<String>,
@@ -66,7 +66,8 @@ pub enum TraceError {
     },
     /// Only armed events can be fired or parked.
     #[error(
-        "no armed event matches {patterns:?}, so no probe is attached that could fire; arm it first"
+        "no armed event matches {}; see `patchbay trace events --armed`",
+        list(.patterns)
     )]
     NotArmed {
         /// Patterns from the request that match no armed event.

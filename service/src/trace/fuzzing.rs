@@ -43,6 +43,7 @@ async fn converse(data: &[u8]) {
         hub.add_source(Arc::new(Source {
             name: "sched:sched_switch".to_owned(),
             format: Format::parse(text).expect("of a real kernel"),
+            text: Box::default(),
             settled_at: AtomicU64::new(0),
             events: AtomicU64::new(0),
         }));

@@ -21,6 +21,7 @@
 
 mod backoff;
 pub(crate) mod book;
+mod boot_events;
 mod clock;
 pub mod decode;
 mod error;
@@ -50,6 +51,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior};
 
+pub use self::boot_events::BootEvents;
 pub use self::error::{AgentError, TraceError};
 pub use self::link::{AgentLink, PORT};
 pub use self::socket::{AgentSocket, socket_path};
@@ -70,6 +72,8 @@ pub struct Tracing {
     pub thread: Option<TraceThread>,
     /// Time that a client's events stay armed after its stream ends, so that it can reconnect.
     pub grace: Duration,
+    /// Events that the guest's kernel records from its boot on, and that are to be parked.
+    pub boot_events: BootEvents,
 }
 
 impl Default for Tracing {
@@ -78,6 +82,7 @@ impl Default for Tracing {
             agent: None,
             thread: None,
             grace: DEFAULT_GRACE,
+            boot_events: BootEvents::default(),
         }
     }
 }
@@ -113,6 +118,19 @@ pub fn start(
     tokio::spawn(fire_and_park_for_others(Arc::downgrade(&tracer), wakes()));
     tokio::spawn(disarm_expired(Arc::downgrade(&tracer), wakes()));
     Ok(tracer)
+}
+
+/// Parks events that the guest's kernel records from its boot on, once in each boot.
+///
+/// # Errors
+/// There are too many events.
+pub fn park_boot_events(tracer: &Arc<Tracer>, events: BootEvents) -> std::io::Result<()> {
+    let patterns = events.into_patterns();
+    if !patterns.is_empty() {
+        let wanted = select::Wanted::parse(patterns, true).map_err(std::io::Error::other)?;
+        tokio::spawn(boot_events::park(Arc::downgrade(tracer), wanted));
+    }
+    Ok(())
 }
 
 /// Reconciles the book whenever an agent connects or disconnects, and repeats every second what the

@@ -3,12 +3,12 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use patchbay_kernel_image::live::EVENT_PROBES;
 use patchbay_proto::agent::v1::AgentEvents;
+use static_keys::{Patterns, split_name};
 
 use super::error::TraceError;
-use super::switch::TracepointFacts;
-use static_keys::Patterns;
-
+use super::switch::{TracepointFacts, UNKNOWN_PROBE};
 use crate::keys::KeysError;
 
 /// Patterns of a request, with their text.
@@ -47,13 +47,12 @@ impl Wanted {
 
     /// Returns whether an event matches.
     pub fn matches(&self, event: &str) -> bool {
-        let (system, name) = split(event);
-        self.patterns.select(system, name)
+        self.patterns.select_full(event)
     }
 
     /// Returns whether a literal name matches the event.
     pub fn names(&self, event: &str) -> bool {
-        let (_, name) = split(event);
+        let (_, name) = split_name(event);
         self.texts.iter().any(|text| text == event || text == name)
     }
 
@@ -73,7 +72,7 @@ impl Wanted {
         let means = |text: &str| {
             found
                 .iter()
-                .any(|event| event == text || split(event).1 == text)
+                .any(|event| event == text || split_name(event).1 == text)
         };
         let missing: Vec<String> = self
             .texts
@@ -90,22 +89,20 @@ impl Wanted {
     }
 }
 
-/// Splits "system:name" into system and name.
-pub fn split(event: &str) -> (&str, &str) {
-    event.split_once(':').unwrap_or(("", event))
-}
-
 /// Returns the facts by the name of the tracepoint, which is also the name of its event.
 pub fn by_name(facts: Vec<TracepointFacts>) -> HashMap<String, TracepointFacts> {
-    let name = |key: &str| {
-        key.rsplit_once(':')
-            .map_or(key, |(_, name)| name)
-            .to_owned()
-    };
     facts
         .into_iter()
-        .map(|facts| (name(&facts.key), facts))
+        .map(|facts| (split_name(&facts.key).1.to_owned(), facts))
         .collect()
+}
+
+/// Returns the facts of an event's tracepoint.
+pub fn of_event<'a>(
+    facts: &'a HashMap<String, TracepointFacts>,
+    event: &str,
+) -> Option<&'a TracepointFacts> {
+    facts.get(split_name(event).1)
 }
 
 /// Returns the reason why an event cannot be parked, or `None` if it can.
@@ -122,9 +119,71 @@ pub fn refusal(facts: Option<&TracepointFacts>) -> Option<String> {
     }
 }
 
-/// Returns the other users of each event.
-pub fn others(
+/// The users of a probe, by the prefix of its function.
+const USERS: [(&str, &str); 3] = [
+    (EVENT_PROBES[0], "tracefs or trace_event="),
+    (EVENT_PROBES[1], "perf or BPF"),
+    (EVENT_PROBES[2], "BPF"),
+];
+
+/// Returns the users of a tracepoint's probes other than the first `known` ones of tracefs, and
+/// other than those that belong to no event. Returns `None` if the functions are not known.
+fn named_users(facts: &TracepointFacts, mut known: usize) -> Option<Vec<String>> {
+    if facts.functions.is_empty() {
+        return None;
+    }
+    let mut counts: Vec<(&str, usize)> = vec![];
+    let functions = facts.functions.iter().map(String::as_str);
+    for function in functions.filter(|function| !facts.also_serves.contains(function)) {
+        if known > 0 && function.starts_with(EVENT_PROBES[0]) {
+            known -= 1;
+            continue;
+        }
+        match counts.iter_mut().find(|(counted, _)| *counted == function) {
+            Some((_, count)) => *count += 1,
+            None => counts.push((function, 1)),
+        }
+    }
+    let users = counts.into_iter();
+    Some(
+        users
+            .map(|(function, count)| user(function, count))
+            .collect(),
+    )
+}
+
+/// Names `count` probes with the same function by their user.
+fn user(function: &str, count: usize) -> String {
+    let mut users = USERS.iter();
+    let user = users.find(|(prefix, _)| function.starts_with(prefix));
+    match (user, count) {
+        (Some((_, user)), 1) => format!("{user} ({function})"),
+        (Some((_, user)), _) => format!("{count} probes of {user} ({function})"),
+        (None, 1) if function == UNKNOWN_PROBE => {
+            "an unknown probe (the kernel or a module)".to_owned()
+        }
+        (None, _) if function == UNKNOWN_PROBE => {
+            format!("{count} unknown probes (the kernel or a module)")
+        }
+        (None, 1) => format!("a probe of the kernel's own ({function})"),
+        (None, _) => format!("{count} probes of the kernel's own ({function})"),
+    }
+}
+
+/// Returns whether an event is recorded in the guest's rings. If the functions of the probes are
+/// not known, any probe counts.
+pub fn is_recorded(facts: &TracepointFacts) -> bool {
+    let mut functions = facts.functions.iter();
+    facts.has_probe()
+        && (facts.functions.is_empty()
+            || functions.any(|function| function.starts_with(EVENT_PROBES[0])))
+}
+
+/// Returns the other users of each of the events in `names`. `events` is the last report
+/// of the agent.
+pub fn others<'a>(
     events: &AgentEvents,
+    names: impl IntoIterator<Item = &'a String>,
     facts: &HashMap<String, TracepointFacts>,
     is_armed: impl Fn(&str) -> bool,
 ) -> BTreeMap<String, Vec<String>> {
@@ -144,14 +203,28 @@ pub fn others(
     }
     // The agent's list may be stale: without another probe there is no other user.
     others.retain(|event, _| {
-        let probes = facts.get(split(event).1).and_then(|facts| facts.probes);
+        let probes = of_event(facts, event).and_then(|facts| facts.probes);
         probes.is_none_or(|probes| probes > u32::from(is_armed(event)))
     });
-    for event in &events.names {
-        let Some(probes) = facts.get(split(event).1).and_then(|facts| facts.probes) else {
+    for event in names {
+        let Some(facts) = of_event(facts, event) else {
             continue;
         };
-        let known = others.get(event).map_or(0, Vec::len) + usize::from(is_armed(event));
+        let Some(probes) = facts.probes else {
+            continue;
+        };
+        let users = others.get(event).map_or(0, Vec::len) + usize::from(is_armed(event));
+        let known = users + facts.also_serves.len();
+        if !facts.also_serves.is_empty() {
+            let who = format!("names of tasks ({})", facts.also_serves.join(", "));
+            others.entry(event.clone()).or_default().push(who);
+        }
+        if let Some(users) = named_users(facts, users) {
+            if !users.is_empty() {
+                others.entry(event.clone()).or_default().extend(users);
+            }
+            continue;
+        }
         let unknown = usize::try_from(probes)
             .unwrap_or(usize::MAX)
             .saturating_sub(known);
@@ -193,6 +266,8 @@ mod tests {
             enabled: false,
             probes: Some(probes),
             switched_by_function: false,
+            functions: vec![],
+            also_serves: vec![],
         }
     }
 
@@ -233,7 +308,9 @@ mod tests {
             facts("sched_waking", 1),
             facts("m:softirq_entry", 2),
         ]);
-        let others = others(&told, &facts, |event| event != "irq:softirq_entry");
+        let others = others(&told, &told.names, &facts, |event| {
+            event != "irq:softirq_entry"
+        });
         assert_eq!(
             others["sched:sched_switch"],
             [
@@ -251,11 +328,71 @@ mod tests {
             others["irq:softirq_entry"],
             ["2 unknown probes (perf, BPF or a module)"]
         );
+        let mut with_names = self::facts("sched_switch", 4);
+        with_names.also_serves = vec!["probe_sched_switch"];
+        assert_eq!(
+            super::others(&told, &told.names, &by_name(vec![with_names]), |_| true)["sched:sched_switch"],
+            [
+                "tracefs: top level",
+                "tracefs: x",
+                "names of tasks (probe_sched_switch)"
+            ]
+        );
         let left = by_name(vec![self::facts("sched_switch", 1)]);
         assert!(
-            super::others(&told, &left, |_| true).is_empty(),
+            super::others(&told, &told.names, &left, |_| true).is_empty(),
             "they have ended since they were told of"
         );
+    }
+
+    /// Without an agent, the functions of the probes tell who uses a tracepoint.
+    #[test]
+    fn users_are_known_by_their_probes() {
+        let mut of_switch = facts("sched_switch", 6);
+        let functions = [
+            "probe_sched_switch",
+            "trace_event_raw_event_sched_switch",
+            "trace_event_raw_event_sched_switch",
+            "perf_trace_sched_switch",
+            UNKNOWN_PROBE,
+            "ftrace_filter_pid_sched_switch_probe",
+        ];
+        of_switch.functions = functions.map(str::to_owned).to_vec();
+        of_switch.also_serves = vec!["probe_sched_switch"];
+        let facts = by_name(vec![of_switch]);
+        let name = ["sched:sched_switch".to_owned()];
+        let users = |told: &AgentEvents, is_armed| {
+            super::others(told, &name, &facts, |_| is_armed)["sched:sched_switch"].clone()
+        };
+        let rest = [
+            "perf or BPF (perf_trace_sched_switch)",
+            "an unknown probe (the kernel or a module)",
+            "a probe of the kernel's own (ftrace_filter_pid_sched_switch_probe)",
+        ];
+        let first = "names of tasks (probe_sched_switch)";
+        let tracefs = "tracefs or trace_event= (trace_event_raw_event_sched_switch)";
+        let twice = format!("2 probes of {tracefs}");
+        let none = AgentEvents::default();
+        let expected = [&[first, &twice], &rest[..]].concat();
+        assert_eq!(users(&none, false), expected);
+        let expected = [&[first, tracefs], &rest[..]].concat();
+        assert_eq!(users(&none, true), expected, "one is the agent's");
+        let told = AgentEvents {
+            names: name.to_vec(),
+            others: vec![AgentInstance {
+                name: "x".into(),
+                events: name.to_vec(),
+            }],
+        };
+        let expected = [&["tracefs: x", first], &rest[..]].concat();
+        assert_eq!(users(&told, true), expected);
+        let three = [UNKNOWN_PROBE, "ftrace_filter_pid_sched_switch_probe"];
+        let three = three.map(|function| user(function, 3));
+        let expected = [
+            "3 unknown probes (the kernel or a module)",
+            "3 probes of the kernel's own (ftrace_filter_pid_sched_switch_probe)",
+        ];
+        assert_eq!(three, expected);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream as StdStream;
+use std::os::unix::net::{UnixListener as StdListener, UnixStream as StdStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -57,6 +57,9 @@ enum Bound {
     /// The monitor's vsock device forwards connections to this socket. Dropping the socket removes
     /// its file.
     Unix(ListeningSocket),
+    /// A monitor whose process has this id in this PID namespace forwards connections to this
+    /// socket. The caller of [`AgentSocket::of_monitor`] has its file.
+    Monitor { listener: StdListener, pid: u32 },
     /// The host kernel's vhost-vsock device forwards the connections of every guest to this socket.
     Vsock {
         listener: Socket,
@@ -75,6 +78,14 @@ impl AgentSocket {
         Ok(Self(Bound::Unix(ListeningSocket::bind(&socket_path(
             vsock,
         ))?)))
+    }
+
+    /// Serves a socket that is bound already. Only the connections of the process with this id are
+    /// accepted, because other processes of the monitor's user can connect as well. A later process
+    /// with this id is not recognised, so drop the socket when the process ends.
+    #[must_use]
+    pub fn of_monitor(listener: StdListener, pid: u32) -> Self {
+        Self(Bound::Monitor { listener, pid })
     }
 
     /// Listens on a port of this host's AF_VSOCK for the guest with CID `guest`. All guests share
@@ -117,6 +128,12 @@ impl AgentSocket {
     pub(super) fn listener(&self) -> io::Result<AgentListener> {
         Ok(match &self.0 {
             Bound::Unix(socket) => AgentListener::Unix(socket.tokio_listener()?),
+            Bound::Monitor { listener, pid } => {
+                let listener = listener.try_clone()?;
+                listener.set_nonblocking(true)?;
+                let pid = i32::try_from(*pid).map_err(|_| io::ErrorKind::InvalidInput)?;
+                AgentListener::Monitor(UnixListener::from_std(listener)?, pid)
+            }
             Bound::Vsock {
                 listener,
                 guest,
@@ -144,6 +161,8 @@ impl AgentSocket {
 #[derive(Debug)]
 pub enum AgentListener {
     Unix(UnixListener),
+    /// Accepts only the connections of the process with this id.
+    Monitor(UnixListener, i32),
     /// tokio has no vsock sockets, so a thread accepts the connections. The thread ends when the
     /// peer of `_thread` is closed.
     Vsock {
@@ -156,6 +175,18 @@ impl AgentListener {
     pub(super) async fn accept(&self) -> io::Result<UnixStream> {
         match self {
             Self::Unix(listener) => Ok(listener.accept().await?.0),
+            Self::Monitor(listener, pid) => loop {
+                let stream = listener.accept().await?.0;
+                let peer = stream.peer_cred()?.pid();
+                if peer == Some(*pid) {
+                    return Ok(stream);
+                }
+                limited!(
+                    info,
+                    ?peer,
+                    "a connection that is not the monitor's was closed"
+                );
+            },
             Self::Vsock { accepted, .. } => {
                 let next = accepted.lock().await.recv().await;
                 UnixStream::from_std(next.ok_or(io::ErrorKind::BrokenPipe)??)
@@ -240,6 +271,8 @@ fn is_agent(peer: Option<(u32, u32)>, guest: u32) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::AsyncReadExt;
+
     use super::*;
 
     #[test]
@@ -248,6 +281,26 @@ mod tests {
         for other in [None, Some((8, 1023)), Some((7, 1024)), Some((2, 1))] {
             assert!(!is_agent(other, 7), "{other:?}");
         }
+    }
+
+    #[tokio::test]
+    async fn only_the_monitor_forwards_connections() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("vsock_1024");
+        let accepted = async |pid| {
+            let _ = std::fs::remove_file(&path);
+            let listener = StdListener::bind(&path).expect("free");
+            let socket = AgentSocket::of_monitor(listener, pid);
+            let listener = socket.listener().expect("bound");
+            let mut client = UnixStream::connect(&path).await.expect("it listens");
+            tokio::select! {
+                accepted = listener.accept() => accepted.is_ok(),
+                // The connection is closed.
+                read = client.read_u8() => read.is_ok(),
+            }
+        };
+        assert!(accepted(std::process::id()).await);
+        assert!(!accepted(std::os::unix::process::parent_id()).await);
     }
 
     #[test]

@@ -17,7 +17,6 @@ use patchbay_proto::v1::{
 use tokio::sync::mpsc;
 
 use super::decode::{Format, Record, context_letters};
-use super::select;
 use static_keys::Patterns;
 
 /// Maximum number of batches that wait for a client.
@@ -32,10 +31,19 @@ pub struct Source {
     /// "system:name".
     pub name: String,
     pub format: Format,
+    /// The text of the format if the event is read in memory, otherwise empty.
+    pub text: Box<str>,
     /// Events up to this guest time were recorded while the event was being armed, and are skipped.
     pub settled_at: AtomicU64,
     /// Number of events that were sent.
     pub events: AtomicU64,
+}
+
+impl Source {
+    /// Returns the size of the format and its text in bytes.
+    pub fn format_bytes(&self) -> usize {
+        self.text.len() + self.format.bytes()
+    }
 }
 
 /// A decoded event. Its names are in its source.
@@ -50,6 +58,16 @@ pub struct Event {
     /// Values by the number of the field in the format.
     pub values: Box<[(u8, Value)]>,
     pub context: String,
+    /// Set for a client that wants records.
+    pub raw: Option<Box<Raw>>,
+}
+
+/// An event as the kernel has written it.
+#[derive(Debug)]
+pub struct Raw {
+    pub record: Box<[u8]>,
+    /// The number of events of its CPU that were lost directly before it.
+    pub lost_before: u64,
 }
 
 impl Event {
@@ -64,6 +82,7 @@ impl Event {
             time: None,
             values: record.values(&source.format),
             context: context_letters(record.flags, record.preempt_count),
+            raw: None,
         }
     }
 
@@ -91,7 +110,9 @@ impl Event {
             };
             VALUE + content + field.map_or(0, |field| field.name.len())
         };
-        EVENT + self.source.name.len() + self.values.iter().map(field).sum::<usize>()
+        let raw = |raw: &Raw| size_of::<Raw>() + raw.record.len();
+        let raw = self.raw.as_deref().map_or(0, raw);
+        EVENT + raw + self.source.name.len() + self.values.iter().map(field).sum::<usize>()
     }
 
     fn to_proto(&self) -> TraceEvent {
@@ -102,7 +123,10 @@ impl Event {
                 value: Some(value.clone()),
             })
         };
+        let raw = self.raw.as_deref();
         TraceEvent {
+            record: raw.map_or_else(Vec::new, |raw| raw.record.to_vec()),
+            lost_before: raw.map_or(0, |raw| raw.lost_before),
             name: self.source.name.clone(),
             cpu: self.cpu,
             pid: self.pid,
@@ -208,10 +232,8 @@ pub struct Selection {
 impl Selection {
     /// Returns whether the patterns select events of this source.
     pub fn wants(&mut self, patterns: &Patterns, source: &Arc<Source>) -> bool {
-        *self.wants.entry(Arc::as_ptr(source)).or_insert_with(|| {
-            let (system, name) = select::split(&source.name);
-            patterns.select(system, name)
-        })
+        let wants = self.wants.entry(Arc::as_ptr(source));
+        *wants.or_insert_with(|| patterns.select_full(&source.name))
     }
 }
 

@@ -8,6 +8,9 @@ use std::time::{Duration, Instant};
 
 use crate::keys::{Caller, FlipReport, KeysError, TracepointUpdate, Use};
 
+/// Stands for a probe whose name was not kept.
+pub const UNKNOWN_PROBE: &str = "unknown";
+
 /// State of one tracepoint in guest memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TracepointFacts {
@@ -21,6 +24,19 @@ pub struct TracepointFacts {
     /// True if the tracepoint has a `regfunc` or `unregfunc` (`struct tracepoint`), which must run
     /// when the tracepoint is switched.
     pub switched_by_function: bool,
+    /// Names of the functions of the attached probes; [`UNKNOWN_PROBE`] for one whose name is not
+    /// known. Empty if no names are known.
+    pub functions: Vec<String>,
+    /// The probes that [`TracepointKeys::also_serves`] returns.
+    pub also_serves: Vec<&'static str>,
+}
+
+impl TracepointFacts {
+    /// Returns whether a probe is known to be attached.
+    #[must_use]
+    pub fn has_probe(&self) -> bool {
+        self.probes.is_some_and(|probes| probes > 0)
+    }
 }
 
 /// Keys to switch in one transaction.
@@ -61,6 +77,16 @@ pub trait TracepointKeys: Send + Sync + 'static {
     /// # Errors
     /// The guest has not registered.
     fn probes(&self, keys: &[String]) -> Result<Vec<Option<u32>>, KeysError>;
+
+    /// Reads the names of the kernel's events, "system:name", in the guest's memory; empty if the
+    /// events are not found there. May take as long as a discovery.
+    fn events(&self) -> Vec<String> {
+        vec![]
+    }
+
+    /// Returns the probes on the tracepoint of this key that belong to no event. They are silent,
+    /// too, while the key is off. Empty if they cannot be read. Never waits for a discovery.
+    fn also_serves(&self, key: &str) -> Vec<&'static str>;
 
     /// Returns the holders of each of these keys; empty for an unknown key. Never waits for a
     /// discovery.

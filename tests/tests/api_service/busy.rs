@@ -33,10 +33,7 @@ async fn a_closed_gate_is_named_at_the_deadline() {
     ];
     for (gate, closed, open, name) in gates {
         served.guest.set_gate(gate, closed);
-        let call = within(
-            request(&[("alpha", KeyOp::Inc)]),
-            Duration::from_millis(300),
-        );
+        let call = within(request(&[("alpha", KeyOp::Inc)]), Duration::from_secs(1));
         let result = served.client().update_static_keys(call).await;
         let (message, metadata) = assert_refused(result, Code::Unavailable, "GUEST_BUSY");
         assert_eq!(metadata["gate"], name, "{message}");
@@ -60,10 +57,7 @@ async fn a_gate_that_closes_before_the_stop_is_seen_under_it() {
     served
         .guest
         .on_pause(move || guest.set_gate(Gate::JumpLabelMutex, 0x1000));
-    let call = within(
-        request(&[("alpha", KeyOp::Inc)]),
-        Duration::from_millis(300),
-    );
+    let call = within(request(&[("alpha", KeyOp::Inc)]), Duration::from_secs(1));
     let result = served.client().update_static_keys(call).await;
     assert_refused(result, Code::Unavailable, "GUEST_BUSY");
     assert_eq!((served.guest.count("alpha"), served.guest.pauses()), (0, 1));

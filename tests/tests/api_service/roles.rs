@@ -51,7 +51,12 @@ async fn each_role_may_call_its_methods_and_no_others() {
         "park_tracepoints",
         "disarm_tracepoints",
     ];
-    const ADMINS: [&str; 3] = ["shutdown_guest", "stream_console", "repair_static_key"];
+    const ADMINS: [&str; 4] = [
+        "shutdown_guest",
+        "snapshot_guest",
+        "stream_console",
+        "repair_static_key",
+    ];
     let host = Host::with_two(Named).await;
     for role in ["viewer", "operator", "nobody", "admin"] {
         let mut refused = BTreeSet::new();
@@ -74,7 +79,7 @@ async fn each_role_may_call_its_methods_and_no_others() {
             expected.extend(ADMINS);
         }
         if role == "nobody" {
-            assert_eq!(refused.len(), 31, "{refused:?}");
+            assert_eq!(refused.len(), 32, "{refused:?}");
         } else {
             assert_eq!(refused, expected, "{role}");
         }
@@ -263,7 +268,7 @@ async fn malformed_assertions_are_refused() {
         (&[(PRINCIPAL_METADATA, b"")], "0 bytes"),
         (&[(PRINCIPAL_METADATA, &long)], "257 bytes"),
         (&[(PRINCIPAL_METADATA, b"n\xc3\xa9")], "printable ASCII"),
-        (&[(PRINCIPAL_METADATA, b"monitor")], "stands for"),
+        (&[(PRINCIPAL_METADATA, b"monitor")], "of the service itself"),
         (
             &[(PRINCIPAL_METADATA, b"a"), (PRINCIPAL_METADATA, b"b")],
             "more than once",

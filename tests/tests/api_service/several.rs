@@ -151,6 +151,7 @@ pub async fn every_call(
             watch_guest(WatchGuestRequest),
             pause_guest(PauseGuestRequest),
             resume_guest(ResumeGuestRequest),
+            snapshot_guest(SnapshotGuestRequest),
         } keys {
             list_static_keys(ListStaticKeysRequest),
             get_static_key(GetStaticKeyRequest),

@@ -171,7 +171,7 @@ async fn a_commit_waits_for_a_closed_gate() {
     let plan = served.plan("beta", KeyOp::Inc).await.plan_id;
     served.guest.set_gate(Gate::TextMutex, 0x1000);
     let hasty = v1::CommitUpdateRequest {
-        retry_timeout: Some(Duration::from_millis(50).try_into().expect("short")),
+        retry_timeout: Some(Duration::from_secs(1).try_into().expect("short")),
         ..commitment(&plan)
     };
     let (_, metadata) = assert_refused(

@@ -49,8 +49,10 @@ async fn there_and_back(guest: &mut Guest, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// A limit that is short enough to end while a gate is held.
+/// A limit that is short enough to end while a gate is held for a moment.
 const IMPATIENT: Duration = Duration::from_millis(200);
+/// A limit that is long enough for an attempt in a lab that stands still for a moment.
+const HELD: Duration = Duration::from_secs(2);
 /// A limit that is long enough for any gate to open.
 const PATIENT: Duration = Duration::from_secs(25);
 
@@ -81,7 +83,7 @@ async fn held_mutexes_close_the_gate() -> Result<()> {
     for (mutex, key, there, back) in gates {
         let hold = format!("{TEST}/hold/{mutex}");
         guest.shell(&format!("echo 600000 > {hold}")).await?;
-        let refusal = update_within(&mut guest, key, there, IMPATIENT)
+        let refusal = update_within(&mut guest, key, there, HELD)
             .await
             .expect_err("the mutex is held");
         ensure!(refusal.code() == Code::Unavailable, "{mutex}: {refusal:?}");
@@ -111,8 +113,8 @@ async fn held_mutexes_close_the_gate() -> Result<()> {
     guest
         .shell(&format!("echo 600000 > {TEST}/hold/jump_label_mutex"))
         .await?;
-    update_within(&mut guest, REF_KEY, KeyOp::Inc, IMPATIENT).await?;
-    update_within(&mut guest, REF_KEY, KeyOp::Dec, IMPATIENT).await?;
+    update_within(&mut guest, REF_KEY, KeyOp::Inc, HELD).await?;
+    update_within(&mut guest, REF_KEY, KeyOp::Dec, HELD).await?;
     guest
         .shell(&format!("echo 0 > {TEST}/hold/jump_label_mutex"))
         .await?;

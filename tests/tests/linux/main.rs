@@ -14,6 +14,7 @@ mod kernels;
 mod kinds;
 mod life;
 mod series;
+mod snapshot;
 mod stock;
 mod storm;
 mod trace;

@@ -9,6 +9,7 @@ mod guarded;
 mod installed;
 mod log;
 mod queries;
+mod snapshot;
 mod storm;
 mod trace;
 
@@ -396,7 +397,7 @@ async fn crash(guest: &mut Guest) -> Result<()> {
 async fn nothing_changes_in_a_panic(guest: &mut Guest, names: &[String]) -> Result<()> {
     crash(guest).await?;
     let request = UpdateStaticKeysRequest {
-        retry_timeout: Some(Duration::from_millis(100).try_into()?),
+        retry_timeout: Some(Duration::from_secs(10).try_into()?),
         ..switch_tracepoints(names, KeyOp::Disable)
     };
     let answer = guest.static_keys().update_static_keys(request).await;

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::{Parser, ValueEnum};
+use patchbay_service::trace::BootEvents;
 use patchbay_vmm::boot::{BootProtocol, DeviceDiscovery, LinuxBoot};
 use patchbay_vmm::devices::ConsoleOutput;
 use patchbay_vmm::devices::virtio::{
@@ -13,6 +14,7 @@ use patchbay_vmm::devices::virtio::{
 };
 use patchbay_vmm::jail::Files;
 use patchbay_vmm::seccomp::SeccompLevel;
+use patchbay_vmm::snapshot::{MEMORY_FILE, STATE_FILE};
 
 const DEFAULT_GRACE_SECONDS: u16 = 5;
 
@@ -23,11 +25,17 @@ const DEFAULT_GRACE_SECONDS: u16 = 5;
 /// files. The exit status is 0 if the guest powered off, reset or was shut down, 1 if the guest
 /// halted for good or the monitor failed, and 2 for an invalid command line.
 #[derive(Debug, Parser)]
-#[command(version)]
+#[command(name = "patchbay-vmm", version)]
 pub struct Args {
     /// Kernel image: a bzImage, or an ELF file (vmlinux).
-    #[arg(long, value_name = "FILE")]
-    pub kernel: PathBuf,
+    #[arg(long, value_name = "FILE", required_unless_present = "from")]
+    pub kernel: Option<PathBuf>,
+
+    /// Start a copy of the guest in this snapshot, a folder that `patchbay guest snapshot` wrote.
+    /// Give the same --disk (an image with the content of that time), --vsock and --rng; the disks'
+    /// limits and all paths may differ. Nothing may change the folder while its copies run.
+    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["kernel", "initrd", "cmdline", "boot_protocol", "memory", "vcpus", "acpi_devices", "no_patchbay", "trace_events"])]
+    pub from: Option<PathBuf>,
 
     /// Initial RAM disk.
     #[arg(long, value_name = "FILE")]
@@ -111,6 +119,12 @@ pub struct Args {
     #[arg(long, value_name = "SECONDS", default_value_t = DEFAULT_GRACE_SECONDS, value_parser = clap::value_parser!(u16).range(0..=3600))]
     pub trace_grace: u16,
 
+    /// Let the guest's kernel arm these events when it boots (trace_event= on its command line),
+    /// and park them as soon as the kernel is known. They can then be fired without an agent, and
+    /// be read in memory.
+    #[arg(long, value_name = "SYSTEM:NAME|SYSTEM:*[,...]", value_parser = BootEvents::parse)]
+    pub trace_events: Option<BootEvents>,
+
     /// Disk: a raw image. Up to 4 times. RATE limits the bytes or the requests per second. BURST is
     /// the amount that an idle disk saves up; without it, one second's worth. Both take a suffix K,
     /// M, G or T.
@@ -126,8 +140,7 @@ pub struct Args {
     #[arg(long)]
     pub acpi_devices: bool,
 
-    /// Confinement of the monitor: on (system call filters, Landlock and limits), log (filters only
-    /// write to the kernel's log), or off.
+    /// Confinement of the monitor.
     #[arg(long, value_enum, default_value_t = SeccompLevel::On)]
     pub jail: SeccompLevel,
 }
@@ -136,10 +149,14 @@ impl Args {
     /// Returns the files that the monitor opens for these arguments.
     pub fn files(&self) -> Files {
         let mut files = Files::default();
-        files.read(&self.kernel);
-        let given = self.initrd.iter().chain(&self.symbols);
+        let given = self.kernel.iter().chain(&self.initrd).chain(&self.symbols);
         for path in given.chain(&self.debug_file) {
             files.read(path);
+        }
+        if let Some(folder) = &self.from {
+            for name in [STATE_FILE, MEMORY_FILE] {
+                files.read(&folder.join(name));
+            }
         }
         for disk in &self.disk {
             match disk.read_only {
@@ -167,9 +184,16 @@ impl Args {
         }
     }
 
-    pub fn linux_boot(&self) -> LinuxBoot {
-        LinuxBoot {
-            kernel: self.kernel.clone(),
+    /// Returns the boot of the kernel; `None` for a copy of a snapshot.
+    ///
+    /// # Errors
+    /// The command line has events already, and events are also given by the option.
+    pub fn linux_boot(&self) -> Result<Option<LinuxBoot>, String> {
+        let Some(kernel) = self.kernel.clone() else {
+            return Ok(None);
+        };
+        let mut boot = LinuxBoot {
+            kernel,
             initrd: self.initrd.clone(),
             command_line: self.cmdline.clone(),
             protocol: match self.boot_protocol {
@@ -181,7 +205,17 @@ impl Args {
                 true => DeviceDiscovery::Acpi,
                 false => DeviceDiscovery::CommandLine,
             },
+        };
+        if let Some(events) = &self.trace_events {
+            if BootEvents::is_in(&self.cmdline) {
+                return Err(
+                    "the kernel's command line has trace_event= already, and some kernels take only the last one; give all events by --trace-events"
+                        .to_owned(),
+                );
+            }
+            boot.add_words(&format!(" {}", events.word()));
         }
+        Ok(Some(boot))
     }
 }
 
@@ -417,6 +451,27 @@ mod tests {
     }
 
     #[test]
+    fn events_of_the_boot_are_on_the_command_line() {
+        let boot = |more: &[&str]| {
+            let args = ["patchbay-vmm", "--kernel=k"].iter().chain(more);
+            Args::try_parse_from(args).map_err(|error| error.to_string())
+        };
+        let events = "--trace-events=sched:*,irq:softirq_entry";
+        let args = boot(&[events, "--cmdline=quiet -- sh"]).expect("well-formed");
+        let line = args.linux_boot().expect("no other events");
+        let line = line.expect("a kernel").command_line;
+        assert_eq!(line, "quiet trace_event=sched:*,irq:softirq_entry -- sh");
+        let args = boot(&[events, "--cmdline=trace_event=a:b"]).expect("well-formed");
+        let error = args.linux_boot().expect_err("two words");
+        assert!(error.contains("--trace-events"), "{error}");
+        let error = boot(&["--trace-events=sched:sched_*"]).expect_err("a glob");
+        assert!(error.contains("SYSTEM:*"), "{error}");
+        let line = boot(&[]).expect("well-formed").linux_boot();
+        let line = line.expect("no events").expect("a kernel").command_line;
+        assert!(!line.contains("trace_event"), "{line}");
+    }
+
+    #[test]
     fn grace_has_a_range() {
         let grace = |words: &[&str]| {
             let args = Args::try_parse_from([&["vmm", "--kernel", "k"], words].concat());
@@ -431,6 +486,30 @@ mod tests {
         for wrong in ["3601", "-1", "5s", ""] {
             assert_eq!(grace(&["--trace-grace", wrong]), None, "{wrong}");
         }
+    }
+
+    #[test]
+    fn a_copy_has_the_kernel_and_the_size_of_its_snapshot() {
+        let parse = |words: &[&str]| Args::try_parse_from([&["vmm"], words].concat());
+        let args = parse(&["--from", "s", "--name", "b", "--disk", "d"]).unwrap();
+        assert!(args.linux_boot().unwrap().is_none());
+        for wrong in [
+            "--kernel=k",
+            "--memory=1G",
+            "--vcpus=2",
+            "--cmdline=x",
+            "--trace-events=a:b",
+        ] {
+            assert!(parse(&["--from", "s", wrong]).is_err(), "{wrong}");
+        }
+        assert!(parse(&[]).is_err(), "neither a kernel nor a snapshot");
+    }
+
+    #[test]
+    fn the_version_names_the_program() {
+        use clap::CommandFactory;
+        let version = Args::command().render_version();
+        assert!(version.starts_with("patchbay-vmm 0"), "{version}");
     }
 
     #[test]

@@ -9,7 +9,6 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use anyhow::Context;
 use patchbay_guest::log_file::LogPath;
 use patchbay_service::keys::Keys;
-use patchbay_service::keys::audit::AuditFile;
 use patchbay_vmm::devices::Console;
 use patchbay_vmm::seccomp::ThreadKind;
 use patchbay_vmm::thread;
@@ -27,7 +26,7 @@ impl Logs {
         thread::spawn("logs", ThreadKind::LogFiles, move || {
             for () in orders {
                 if let Some(path) = &audit {
-                    reopen(path, &keys);
+                    keys.reopen_audit_log(path);
                 }
                 console.reopen();
             }
@@ -40,15 +39,5 @@ impl Logs {
     pub fn reopen(&self) {
         // The queue is full only if a request is pending, which suffices.
         let _ = self.0.try_send(());
-    }
-}
-
-fn reopen(path: &Arc<LogPath>, keys: &Keys) {
-    match AuditFile::open(path.clone()) {
-        Ok(file) => keys.replace_audit_file(file),
-        Err(error) => tracing::error!(
-            "the audit log {} cannot be reopened ({error}); it continues in the renamed file",
-            path.path().display()
-        ),
     }
 }

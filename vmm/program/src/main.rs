@@ -14,19 +14,24 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::{CommandFactory, Parser};
+use patchbay_guest::snapshot::ControlState;
+use patchbay_proto::text::hex;
 use patchbay_service::api::{self, ApiSocket};
-use patchbay_service::keys::audit::AuditLog;
+use patchbay_service::keys::audit::{AuditLog, Copied};
+use patchbay_service::keys::claims::{CopiedHolds, Moved};
 use patchbay_service::keys::declared::Declarations;
 use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::registry::discovery::DebugFile;
 use patchbay_service::keys::symbols::Symbols;
 use patchbay_service::keys::{Keys, KeysConfig};
 use patchbay_service::trace::{AgentSocket, TraceThread, Tracing};
+use patchbay_vmm::boot::LinuxBoot;
 use patchbay_vmm::config::{Payload, VmConfig};
 use patchbay_vmm::guest::{FilteredThreads, VmGuest};
 use patchbay_vmm::jail;
 use patchbay_vmm::latency;
 use patchbay_vmm::seccomp::{self, ThreadKind};
+use patchbay_vmm::snapshot::Snapshot;
 use patchbay_vmm::vm::{ExitReason, Vm};
 use tokio::signal::unix::{SignalKind, signal as listen};
 use tokio::sync::oneshot;
@@ -91,6 +96,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
             Err(error) => anyhow::bail!("signals cannot be blocked ({error}); report it"),
         }
     }
+    let linux_boot = args.linux_boot().map_err(anyhow::Error::msg)?;
     jail::confine(args.jail, &args.files())?;
     // The socket is bound before the guest is created, so that a second monitor on the same socket
     // fails first.
@@ -112,6 +118,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
                 .context("the trace thread cannot be started; raise the limit on processes")?,
         ),
         grace: Duration::from_secs(args.trace_grace.into()),
+        boot_events: args.trace_events.clone().unwrap_or_default(),
     };
     let symbols = match &args.symbols {
         Some(path) => Symbols::read(path)?,
@@ -134,16 +141,16 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         None => AuditLog::default(),
     };
     let registry = Arc::new(Registry::default());
+    let snapshot = args.from.as_deref().map(Snapshot::open).transpose()?;
+    let origin = snapshot.as_ref().map(Origin::of);
     let config = VmConfig {
-        memory_bytes: args.memory,
-        vcpus: args.vcpus,
         console: args.console.output(),
         virtio: args.virtio(),
-        offer_patchbay: !args.no_patchbay,
-        ..VmConfig::new(Payload::Linux(args.linux_boot()))
+        ..config(args, linux_boot, snapshot)?
     };
     let vm = Arc::new(Vm::new(config, registry.clone())?);
-    if !vm.transports().any() && !args.no_patchbay {
+    // A copy has the transports of the guest that was saved.
+    if !vm.transports().any() && !args.no_patchbay && args.from.is_none() {
         tracing::warn!(
             "neither transport works on this host, so the guest cannot register its keys and they have to be discovered; run on a host whose KVM supports KVM_CAP_EXIT_HYPERCALL or MSR filters"
         );
@@ -151,8 +158,15 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
     let guest = Arc::new(VmGuest::new(args.name.clone(), vm.clone()));
     registry.discover(guest.clone(), debug_file.map(Into::into));
     let audit_place = audit.place();
+    let mut log = audit.clone();
+    let copied = match &origin {
+        Some(origin) => origin.holds()?,
+        None => None,
+    };
+    let numbers = copied.as_ref().map(CopiedHolds::numbers);
     let keys_config = KeysConfig {
         audit,
+        copied,
         symbols,
         allow_guarded: args.allow_guarded,
         allow_text_checker: args.allow_text_checker,
@@ -160,8 +174,11 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         threads: Arc::new(FilteredThreads),
         ..KeysConfig::default()
     };
-    let (keys, _) = Keys::start(guest, registry, keys_config)
+    let (keys, _) = Keys::start(guest, registry.clone(), keys_config)
         .context("the executor of the keys cannot be started; raise the limit on processes")?;
+    if let Some(origin) = origin {
+        origin.begin_copy(&registry, &mut log, numbers.unwrap_or_default())?;
+    }
     let logs = Logs::start(audit_place, keys.clone(), vm.console().clone())?;
 
     let terminal = Terminal::connect(args.console.is_terminal(), vm.console().clone())?;
@@ -182,6 +199,66 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
     let reason = runtime.block_on(serve(vm, socket, tracing, keys, signals))?;
     drop(terminal);
     Ok(reason)
+}
+
+/// Returns the hardware and the payload of a guest that boots, or of a copy.
+fn config(
+    args: &Args,
+    linux: Option<LinuxBoot>,
+    snapshot: Option<Snapshot>,
+) -> anyhow::Result<VmConfig> {
+    if let Some(snapshot) = snapshot {
+        return Ok(VmConfig::of_snapshot(snapshot));
+    }
+    let linux = linux.context("there is nothing to start; give --kernel or --from")?;
+    Ok(VmConfig {
+        memory_bytes: args.memory,
+        vcpus: args.vcpus,
+        offer_patchbay: !args.no_patchbay,
+        ..VmConfig::new(Payload::Linux(linux))
+    })
+}
+
+/// The guest that a copy is of.
+struct Origin {
+    control: ControlState,
+    snapshot: String,
+}
+
+impl Origin {
+    fn of(snapshot: &Snapshot) -> Self {
+        Self {
+            control: snapshot.control(),
+            snapshot: hex(&snapshot.digest()),
+        }
+    }
+
+    /// Returns the holds and claims of the guest that was saved.
+    fn holds(&self) -> anyhow::Result<Option<CopiedHolds>> {
+        CopiedHolds::decode(&self.control.ledger).map_err(|why| {
+            anyhow::anyhow!(
+                "the snapshot's holds and claims cannot be used: {why}; take the snapshot again"
+            )
+        })
+    }
+
+    /// Writes the origin to the audit log, and registers the copy's kernel if the saved one was.
+    fn begin_copy(
+        &self,
+        registry: &Registry,
+        log: &mut AuditLog,
+        numbers: Moved,
+    ) -> anyhow::Result<()> {
+        log.copied(&Copied {
+            origin: &self.control.guest,
+            origin_incarnation: &self.control.incarnation,
+            snapshot: &self.snapshot,
+            holds: numbers.holds,
+            claims: numbers.claims,
+        })?;
+        let registered = registry.register_again(&self.control.requests);
+        registered.context("the snapshot's memory lacks the tables that its kernel registered; take the snapshot again")
+    }
 }
 
 /// Handles the monitor's signals.

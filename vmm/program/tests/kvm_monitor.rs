@@ -7,7 +7,6 @@ mod bare_metal;
 mod program;
 
 use std::io::{PipeReader, Read, Write};
-use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 
 use bare_metal::{wait_until, watchdog};
@@ -30,9 +29,7 @@ fn stalled(case: &Case, errors: bool) -> (Monitor, PipeReader) {
     wait_until("the console's writer is stuck", || {
         monitor.is_stuck_writing("console")
     });
-    wait_until("signals are handled", || {
-        UnixStream::connect(case.path("api")).is_ok()
-    });
+    wait_until("signals are handled", || case.answers("api"));
     (monitor, reader)
 }
 
@@ -51,6 +48,28 @@ fn a_reader_that_stalls_does_not_keep_the_monitor_from_ending() {
 }
 
 #[test]
+fn a_file_that_does_not_exist_is_reported_once() {
+    let _watchdog = watchdog(60);
+    if !has_kvm() {
+        return;
+    }
+    let case = Case::new(QUIET);
+    for arguments in [
+        ["--initrd", "none"],
+        ["--symbols", "none"],
+        ["--debug-file", "none"],
+        ["--disk", "none"],
+        ["--console", "file:none/log"],
+    ] {
+        let output = case.program(&["--jail", "off"]).args(arguments).output();
+        let output = output.unwrap();
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {message}");
+        assert_eq!(message.matches("os error 2").count(), 1, "{message}");
+    }
+}
+
+#[test]
 fn a_second_monitor_leaves_the_first_ones_sockets_alone() {
     let _watchdog = watchdog(60);
     if !has_kvm() {
@@ -59,14 +78,15 @@ fn a_second_monitor_leaves_the_first_ones_sockets_alone() {
     let case = Case::new(QUIET);
     let quiet = ["--console", "api", "--vsock", "v"];
     let mut first = Monitor::start(case.program(&quiet));
-    let reached = |name: &str| UnixStream::connect(case.path(name)).is_ok();
-    wait_until("the first listens", || reached("v") && reached("v_1024"));
+    wait_until("the first listens", || {
+        case.answers("v") && case.answers("v_1024")
+    });
     let mut other = case.program(&quiet);
     let second = other.args(["--name", "other"]).output().unwrap();
     let text = String::from_utf8_lossy(&second.stderr);
     assert!(text.contains("a running program already serves"), "{text}");
     assert_eq!(second.status.code(), Some(1));
-    assert!(reached("v") && reached("v_1024"));
+    assert!(case.answers("v") && case.answers("v_1024"));
     first.signal(Signal::TERM);
     assert!(first.wait().success());
     assert!(!case.path("v").exists() && !case.path("v_1024").exists());
@@ -89,9 +109,7 @@ fn a_hangup_has_the_logs_opened_again_and_ends_no_guest() {
     ]);
     command.stderr(std::fs::File::create(case.path("errors")).unwrap());
     let mut monitor = Monitor::start(command);
-    wait_until("signals are handled", || {
-        UnixStream::connect(case.path("api")).is_ok()
-    });
+    wait_until("signals are handled", || case.answers("api"));
     for round in 0..3 {
         wait_until("the guest has printed", || !case.read("console").is_empty());
         for name in ["console", "audit"] {

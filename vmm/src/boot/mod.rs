@@ -65,7 +65,7 @@ pub enum DeviceDiscovery {
 impl LinuxBoot {
     /// Adds words, each with a leading space, to the part of the command line that the kernel
     /// itself reads: before ` -- `, if there is one.
-    pub(crate) fn add_words(&mut self, words: &str) {
+    pub fn add_words(&mut self, words: &str) {
         let end = self.command_line.find(" -- ");
         let end = end.unwrap_or(self.command_line.len());
         self.command_line.insert_str(end, words);
@@ -76,11 +76,11 @@ impl LinuxBoot {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the message names the fields")]
 pub enum BootError {
-    #[error("the {what} {path} cannot be read ({source}); check the path and its permissions")]
+    #[error("the {what} {path} cannot be read ({error}); check the path and its permissions")]
     Read {
         what: &'static str,
         path: PathBuf,
-        source: io::Error,
+        error: io::Error,
     },
     #[error(
         "{0} is not a bootable kernel; give an x86-64 bzImage (arch/x86/boot/bzImage) or vmlinux"
@@ -209,10 +209,10 @@ const INITRD_MAGICS: [&[u8]; 9] = [
 const INITRD_MAGIC_LZ4: [u8; 4] = [0x02, 0x21, 0x4c, 0x18];
 
 fn read(what: &'static str, path: &Path) -> Result<Vec<u8>, BootError> {
-    std::fs::read(path).map_err(|source| BootError::Read {
+    std::fs::read(path).map_err(|error| BootError::Read {
         what,
         path: path.into(),
-        source,
+        error,
     })
 }
 

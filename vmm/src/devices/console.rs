@@ -27,6 +27,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::console_file::ConsoleFile;
 use crate::seccomp::ThreadKind;
+use crate::snapshot::SerialState;
 use crate::thread::{self, lock};
 
 /// Size of the output ring in bytes.
@@ -56,9 +57,9 @@ pub enum ConsoleOutput {
 #[allow(missing_docs, reason = "the message names the fields")]
 pub enum ConsoleError {
     #[error(
-        "the console cannot be written to {path} ({source}); use a file in an existing directory that you can write to"
+        "the console cannot be written to {path} ({error}); use a file in an existing directory that you can write to"
     )]
-    File { path: PathBuf, source: io::Error },
+    File { path: PathBuf, error: io::Error },
     #[error("the console cannot be set up ({0}); raise the limits on threads and open files")]
     Host(#[from] io::Error),
 }
@@ -234,10 +235,10 @@ impl Console {
             ConsoleOutput::None => None,
             ConsoleOutput::Stdout => Some(Box::new(io::stdout())),
             ConsoleOutput::File(path) => {
-                Some(Box::new(ConsoleFile::new(path).map_err(|source| {
+                Some(Box::new(ConsoleFile::new(path).map_err(|error| {
                     ConsoleError::File {
                         path: path.clone(),
-                        source,
+                        error,
                     }
                 })?))
             }
@@ -310,6 +311,69 @@ impl Console {
             // This fails only if the interrupt cannot be raised. The output is kept.
             let _ = port.serial.write(register, *byte);
         }
+    }
+
+    /// Returns the state of the serial port and the input that the guest has not read.
+    pub(crate) fn save(&self) -> SerialState {
+        let port = lock(&self.port);
+        let state = port.serial.state();
+        SerialState {
+            registers: vec![
+                state.baud_divisor_low,
+                state.baud_divisor_high,
+                state.interrupt_enable,
+                state.interrupt_identification,
+                state.line_control,
+                state.line_status,
+                state.modem_control,
+                state.modem_status,
+                state.scratch,
+            ],
+            fifo: state.in_buffer,
+            pending: port.pending.iter().copied().collect(),
+        }
+    }
+
+    /// Sets the state of the serial port, and raises its interrupt if it is pending. Returns false
+    /// if the state is impossible.
+    pub(crate) fn restore(&self, saved: &SerialState) -> bool {
+        let [
+            baud_divisor_low,
+            baud_divisor_high,
+            interrupt_enable,
+            interrupt_identification,
+            line_control,
+            line_status,
+            modem_control,
+            modem_status,
+            scratch,
+        ] = *saved.registers
+        else {
+            return false;
+        };
+        let state = vm_superio::SerialState {
+            baud_divisor_low,
+            baud_divisor_high,
+            interrupt_enable,
+            interrupt_identification,
+            line_control,
+            line_status,
+            modem_control,
+            modem_status,
+            scratch,
+            in_buffer: saved.fifo.clone(),
+        };
+        let Ok(line) = self.interrupt.try_clone() else {
+            return false;
+        };
+        let (line, out) = (Interrupt(line), RingWriter(self.ring.clone()));
+        let Ok(serial) = Serial::from_state(&state, line, NoEvents, out) else {
+            return false;
+        };
+        let mut port = lock(&self.port);
+        port.serial = serial;
+        port.pending = saved.pending.iter().copied().take(INPUT_MAX).collect();
+        true
     }
 
     /// Makes the writer reopen its file after it was renamed.

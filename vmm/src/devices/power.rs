@@ -68,6 +68,18 @@ impl PowerManagement {
         })
     }
 
+    /// Returns the status and the enable register.
+    pub fn registers(&self) -> (u16, u16) {
+        (self.status.load(SeqCst), self.enable.load(SeqCst))
+    }
+
+    /// Sets both registers, and raises the interrupt if it is pending.
+    pub fn set_registers(&self, status: u16, enable: u16) {
+        self.status.store(status, SeqCst);
+        self.enable.store(enable, SeqCst);
+        self.interrupt_if_pending();
+    }
+
     /// Returns the SCI's interrupt line.
     pub fn interrupt(&self) -> &EventFd {
         &self.interrupt

@@ -14,10 +14,15 @@ use crate::request::MSR_INDEX;
 pub(crate) const BASE: u32 = 0x4000_0400;
 
 /// Leaf with KVM's paravirtual features (`Documentation/virt/kvm/x86/cpuid.rst`).
-const KVM_FEATURES: u32 = 0x4000_0001;
+pub(crate) const KVM_FEATURES: u32 = 0x4000_0001;
 /// `KVM_FEATURE_HC_MAP_GPA_RANGE`. Cleared, because it would tell a confidential guest that it can
 /// report page conversions by this hypercall, which we use for Patchbay's requests.
 const HC_MAP_GPA_RANGE: u32 = 1 << 16;
+
+/// CPUID.(EAX=7,ECX=0):ECX.CET_SS (Intel SDM, volume 2A, CPUID).
+const SHADOW_STACK: u32 = 1 << 7;
+/// CPUID.(EAX=7,ECX=0):EDX.CET_IBT.
+const INDIRECT_BRANCH_TRACKING: u32 = 1 << 20;
 
 /// Limit on the number of vCPUs.
 pub(crate) const VCPUS_MAX: u8 = 16;
@@ -65,6 +70,12 @@ pub(crate) fn build(
                 let level = (entry.eax >> 5) & 7;
                 let sharing = if level >= 3 { count - 1 } else { 0 };
                 entry.eax = (entry.eax & 0x3fff) | sharing << 14 | (count - 1) << 26;
+            }
+            // CET: newer KVM has the shadow-stack pointer in a register of its own, which snapshots
+            // do not save.
+            7 if entry.index == 0 => {
+                entry.ecx &= !SHADOW_STACK;
+                entry.edx &= !INDIRECT_BRANCH_TRACKING;
             }
             KVM_FEATURES => entry.eax &= !HC_MAP_GPA_RANGE,
             // AMD: number of cores in the package and width of their ids.
@@ -145,6 +156,15 @@ mod tests {
             eax,
             ..Default::default()
         }
+    }
+
+    #[test]
+    fn no_guest_has_the_state_that_snapshots_lack() {
+        let mut leaf_7 = supported(7, 0);
+        (leaf_7.ecx, leaf_7.edx) = (u32::MAX, u32::MAX);
+        let cpuid = build(&[leaf_7], 0, 1, Transports::default()).unwrap();
+        let built = leaf(&cpuid, 7).unwrap();
+        assert_eq!((built.ecx, built.edx), (!(1 << 7), !(1 << 20)));
     }
 
     #[test]

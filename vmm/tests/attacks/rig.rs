@@ -20,14 +20,14 @@ use patchbay_service::trace::TracepointKeys;
 use patchbay_vmm::config::{Payload, RawCode, RawEntry, VmConfig};
 use patchbay_vmm::devices::virtio::VirtioConfig;
 use patchbay_vmm::guest::VmGuest;
-use patchbay_vmm::vm::{ExitReason, Vm, VmError};
+use patchbay_vmm::vm::{ExitReason, Vm};
 use static_keys::Op;
 use vm_memory::{Bytes, GuestAddress};
 use zerocopy::{Immutable, IntoBytes};
 
 use super::kernel::{self, CODE, MEMORY, Memory, REQUEST, SCRATCH, TEXT, physical};
 use super::program::{MAILBOX, NOT_TAKEN, Program, ROUNDS, TAKEN};
-use crate::bare_metal::{Watchdog, load, wait_until, watchdog};
+use crate::bare_metal::{Watchdog, created, load, wait_until, watchdog};
 
 /// Timeout that no correct run reaches.
 pub const DEADLINE: Duration = Duration::from_secs(30);
@@ -87,14 +87,7 @@ impl Rig {
         let _ = std::fs::write("/proc/self/clear_refs", "5");
         let memory_kib = process_kib("VmRSS:");
         let registry = Arc::new(Registry::default());
-        let vm = match Vm::new(config(setup), registry.clone()) {
-            Ok(vm) => Arc::new(vm),
-            Err(error @ (VmError::KvmMissing | VmError::KvmPermission | VmError::KvmLacks(_))) => {
-                println!("SKIPPED: {error}");
-                return None;
-            }
-            Err(error) => panic!("{error}"),
-        };
+        let vm = Arc::new(created(config(setup), registry.clone())?);
         if !vm.transports().msr {
             println!("SKIPPED: the MSR transport does not reach user space on this host's KVM");
             return None;

@@ -127,19 +127,23 @@ pub fn raw(image: Vec<u8>, entries: Vec<Option<RawEntry>>) -> VmConfig {
     }
 }
 
-/// Starts a guest, or prints why it cannot run here.
-pub fn started(config: VmConfig, requests: Arc<dyn GuestRequests>) -> Option<Vm> {
+/// Creates a guest, or prints why it cannot run here.
+pub fn created(config: VmConfig, requests: Arc<dyn GuestRequests>) -> Option<Vm> {
     match Vm::new(config, requests) {
-        Ok(vm) => {
-            vm.start().unwrap();
-            Some(vm)
-        }
+        Ok(vm) => Some(vm),
         Err(error @ (VmError::KvmMissing | VmError::KvmPermission | VmError::KvmLacks(_))) => {
             println!("SKIPPED: {error}");
             None
         }
         Err(error) => panic!("{error}"),
     }
+}
+
+/// Starts a guest, or prints why it cannot run here.
+pub fn started(config: VmConfig, requests: Arc<dyn GuestRequests>) -> Option<Vm> {
+    let vm = created(config, requests)?;
+    vm.start().unwrap();
+    Some(vm)
 }
 
 /// Starts the branch guest and waits until every vCPU is in its loop.

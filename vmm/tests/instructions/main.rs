@@ -20,6 +20,7 @@
 //! The test leaves out the rows that take long ([`rows::Row::is_tested`]). The command
 //! `cargo xtask bench instructions` counts all rows, compares them and prints the table. With
 //! `baseline` it also writes the baseline.
+//! With `rows BEGINNING` it counts only the rows whose names begin so, and compares nothing.
 //! With `profile ROW` it prints only the functions that execute most instructions in one row.
 
 mod callgrind;
@@ -61,9 +62,11 @@ use scale::GROUPS;
 
 /// Environment variable: the name of the row to profile.
 const PROFILE: &str = "PATCHBAY_INSTRUCTIONS_PROFILE";
-/// Environment variable: if it is set, the table is printed even if there is no baseline for this
-/// machine.
+/// Environment variable: if it is set, the table is printed even if there is no baseline for
+/// this machine.
 const TABLE: &str = "PATCHBAY_INSTRUCTIONS_TABLE";
+/// Environment variable: beginnings of the names of rows, one per line. Only these are counted.
+const ONLY: &str = "PATCHBAY_INSTRUCTIONS_ROWS";
 /// Environment variable: if it is set, the baseline is written.
 const UPDATE: &str = "PATCHBAY_INSTRUCTIONS_BASELINE";
 /// The name of the test below, which the processes of the rows also run.
@@ -88,6 +91,15 @@ fn no_call_costs_noticeably_more_or_less_than_the_baseline() {
     }
     if let Ok(name) = std::env::var(PROFILE) {
         return program.profile(rows::named(&name).name);
+    }
+    if let Ok(beginnings) = std::env::var(ONLY) {
+        let is_wanted = |row: &&Row| beginnings.lines().any(|of| row.name.starts_with(of));
+        let costs = costs_of(ROWS.iter().filter(is_wanted), |row| Cost::of(&program, row));
+        assert!(
+            !costs.is_empty(),
+            "no name of a row begins with {beginnings:?}"
+        );
+        return println!("{}", costs::table(&costs));
     }
     let conditions = program.conditions();
     if std::env::var_os(UPDATE).is_some() {

@@ -18,8 +18,9 @@ use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::{
     DescribeGuestRequest, DescribeGuestResponse, GuestStatus, KeyOp, KeyUpdate, ListGuestsRequest,
     ListGuestsResponse, PauseGuestRequest, PauseGuestResponse, ResumeGuestRequest,
-    ResumeGuestResponse, ShutdownGuestRequest, ShutdownGuestResponse, StreamConsoleRequest,
-    StreamConsoleResponse, UpdateStaticKeysRequest, WatchGuestRequest, WatchGuestResponse,
+    ResumeGuestResponse, ShutdownGuestRequest, ShutdownGuestResponse, SnapshotGuestRequest,
+    SnapshotGuestResponse, StreamConsoleRequest, StreamConsoleResponse, UpdateStaticKeysRequest,
+    WatchGuestRequest, WatchGuestResponse,
 };
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::net::UnixListener;
@@ -99,6 +100,7 @@ fn none<T>() -> Answer<T> {
 impl GuestService for Named {
     type WatchGuestStream = Messages<WatchGuestResponse>;
     type StreamConsoleStream = Messages<StreamConsoleResponse>;
+    type SnapshotGuestStream = Messages<SnapshotGuestResponse>;
 
     async fn list_guests(&self, _: Request<ListGuestsRequest>) -> Answer<ListGuestsResponse> {
         let status = GuestStatus {
@@ -137,6 +139,13 @@ impl GuestService for Named {
         &self,
         _: Request<ShutdownGuestRequest>,
     ) -> Answer<ShutdownGuestResponse> {
+        none()
+    }
+
+    async fn snapshot_guest(
+        &self,
+        _: Request<SnapshotGuestRequest>,
+    ) -> Answer<Messages<SnapshotGuestResponse>> {
         none()
     }
 
@@ -208,6 +217,7 @@ impl Daemon {
             metrics: None,
             guests: Guests::default(),
             attach: Attach::default(),
+            autopsies: None,
             registry: None,
         };
         std::thread::spawn(move || daemon(config));

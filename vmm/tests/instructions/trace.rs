@@ -107,7 +107,7 @@ impl Credit {
 }
 
 /// Returns the number of events that each turn forwards.
-pub fn forwarded() -> usize {
+fn forwarded() -> usize {
     let pages = PAGES
         .chunks(PAGE)
         .map(|page| Page::parse(page).expect("a page"));
@@ -176,13 +176,14 @@ impl Agent {
         let cost = |page: &AgentPage| page.data.len() as u64 + AGENT_PAGE_OVERHEAD;
         self.credit.take(pages.iter().map(cost).sum());
         let (connection, events) = (&self.connection, &mut self.events);
+        let expected = forwarded();
         counted(is_counted, async {
             let send = || send(connection, 0, Answer::Pages(AgentPages { pages }));
             match is_counted {
                 true => callgrind::ignore_this_thread(send),
                 false => send(),
             }
-            let (mut received, expected) = (0, forwarded());
+            let mut received = 0;
             while received < expected {
                 let batch = events.message().await.expect("no error").expect("no end");
                 assert!(batch.losses.is_none(), "{:?}", batch.losses);

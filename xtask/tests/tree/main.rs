@@ -17,6 +17,8 @@ fn root() -> PathBuf {
 fn files() -> Vec<String> {
     let output = Command::new("git")
         .args([
+            "-c",
+            "safe.directory=*",
             "ls-files",
             "-z",
             "--cached",

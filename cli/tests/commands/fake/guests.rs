@@ -105,6 +105,23 @@ impl GuestService for Fake {
         Err(Status::unimplemented("not faked"))
     }
 
+    type SnapshotGuestStream = Answers<v1::SnapshotGuestResponse>;
+
+    async fn snapshot_guest(
+        &self,
+        request: Request<v1::SnapshotGuestRequest>,
+    ) -> Result<Response<Self::SnapshotGuestStream>, Status> {
+        let request = request.into_inner();
+        self.on(&request.guest, &request, |guest| {
+            let answers = tokio_stream::iter(guest.snapshot.clone());
+            let answers: Self::SnapshotGuestStream = match guest.stays {
+                true => Box::pin(answers.chain(tokio_stream::pending())),
+                false => Box::pin(answers),
+            };
+            Ok(Response::new(answers))
+        })
+    }
+
     type StreamConsoleStream = Answers<v1::StreamConsoleResponse>;
 
     async fn stream_console(

@@ -20,6 +20,7 @@ fn results(names: &[String], state: v1::TracepointState, kept: bool) -> Vec<v1::
         } else {
             vec![]
         },
+        also_serves: vec!["probe_sched_switch".to_owned()],
     };
     names.iter().map(result).collect()
 }

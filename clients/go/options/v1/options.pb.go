@@ -111,7 +111,7 @@ const (
 	// Changes the keys of `claims`, and those that the same owner has claimed before.
 	Effect_EFFECT_CLAIMS Effect = 12
 	// Changes nothing, but reads what the guest's kernel records, such as its log. A daemon writes
-	// the begin and the end of the call to its audit log, with the number of bytes.
+	// the start and the end of the call to its audit log, with the numbers of records and bytes.
 	Effect_EFFECT_RECORDS Effect = 13
 )
 

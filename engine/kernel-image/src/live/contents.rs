@@ -6,6 +6,7 @@ use std::sync::Arc;
 use static_keys::{ENTRIES_MAX, JumpEntry, Nops};
 
 use super::error::{DiscoveryError, refuse};
+use super::functions::probes;
 use super::gates::{self, Gates};
 use super::kernel::{ImageTables, ObservedKey};
 use super::layout::{Inner, Layout};
@@ -154,8 +155,9 @@ impl KernelSymbols {
         keys.is_none_or(|keys| keys.binary_search(&key).is_ok())
     }
 
-    /// Drops the symbols that name neither a key of the kernel image nor a site of its table. A
-    /// later discovery may find keys that only a new module uses.
+    /// Drops the symbols that name neither a key of the kernel image, a site of its table nor a
+    /// probe that [`super::functions`] names. A later discovery may find keys that only a new
+    /// module uses.
     pub fn reduce(&mut self, own: &Own, keys: &[ObservedKey]) {
         if self.keys.is_some() {
             return;
@@ -165,7 +167,9 @@ impl KernelSymbols {
         keys.sort_unstable();
         let sites = own.entries.iter();
         let sites = sites.flat_map(|entry| [entry.code, entry.target]);
-        self.table = Arc::new(self.table.only(sites.chain(keys.iter().copied()).collect()));
+        let named = sites.chain(keys.iter().copied());
+        let named = named.chain(probes(&self.table));
+        self.table = Arc::new(self.table.only(named.collect()));
         self.keys = Some(keys.into());
     }
 }

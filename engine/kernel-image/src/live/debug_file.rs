@@ -39,7 +39,7 @@ type Elf = elf::FileHeader64<LittleEndian>;
 pub enum DebugFileError {
     /// The file cannot be read.
     #[error("it cannot be read: {0}")]
-    Read(#[from] std::io::Error),
+    Read(std::io::Error),
     /// The path is a folder, a device, a pipe or a socket. The value says which.
     #[error("it is a {0}, not a regular file; give a vmlinux or a System.map")]
     Kind(&'static str),
@@ -54,7 +54,7 @@ pub enum DebugFileError {
     Symbols(#[from] SymbolFileError),
     /// The ELF structures are damaged.
     #[error("damaged or truncated ELF file: {0}; copy it again")]
-    Damaged(#[from] object::Error),
+    Damaged(object::Error),
     /// The file is not a 64-bit kernel.
     #[error(
         "an ELF file of class {class}, type {kind} and machine {machine}, and a kernel of x86-64 has class 2, type 2 or 3 and machine 62; \
@@ -73,14 +73,28 @@ pub enum DebugFileError {
     Stripped,
     /// The section .BTF is damaged.
     #[error("its BTF is damaged: {0}; copy it again")]
-    Btf(#[from] BtfError),
+    Btf(BtfError),
     /// The sections .debug_* are damaged.
     #[error("its DWARF is damaged: {0}; copy it again")]
-    Dwarf(#[from] gimli::Error),
+    Dwarf(gimli::Error),
     /// The sections .debug_* are compressed.
     #[error("its DWARF is compressed; unpack it with `objcopy --decompress-debug-sections FILE`")]
     Compressed,
 }
+
+/// Converts an error whose text is part of the message. It is not the source too, because a report
+/// of the chain of errors would print it twice.
+macro_rules! shown {
+    ($($variant:ident: $error:ty),*) => {$(
+        impl From<$error> for DebugFileError {
+            fn from(error: $error) -> Self {
+                Self::$variant(error)
+            }
+        }
+    )*};
+}
+
+shown!(Read: std::io::Error, Damaged: object::Error, Btf: BtfError, Dwarf: gimli::Error);
 
 /// The information that a discovery took from a debug file, and how it was verified.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -386,12 +386,18 @@ fn state_of(anchors: &Anchors, inner: &Inner) -> state::Source {
         let averages = address(state::PRESSURE)?.checked_add(inner.pressure?)?;
         Some([address(state::NO_PRESSURE)?, averages])
     };
+    let uptime = || {
+        let timekeeper = state::TIMEKEEPERS.into_iter().find_map(address)?;
+        inner.timekeeper?.words(timekeeper)
+    };
     let reports = address(state::WARNINGS).zip(address(state::OOPSES));
     state::Source {
         taints: address(state::TAINTS),
         load: address(state::LOAD),
         reports: reports.map(<[u64; 2]>::from),
         pressure: pressure(),
+        panic: address(state::PANIC),
+        uptime: uptime(),
     }
 }
 

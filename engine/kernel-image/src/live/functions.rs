@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The names of the functions of a running kernel that its branch sites lie in and lead to, kept as
-//! long as its tables are used.
+//! The names of the functions of a running kernel that its branch sites lie in and lead to, and of
+//! the probes of its trace events, kept as long as its tables are used.
 
 use std::fmt;
 use std::ops::Range;
@@ -9,8 +9,16 @@ use super::kernel::Kernel;
 use crate::classes::location;
 use crate::symbols::{SymbolKind, Symbols};
 
+/// The probes by which the kernel learns the names of tasks while any event is recorded
+/// (kernel/trace/trace_sched_switch.c). They belong to no event.
+pub const TASK_NAME_PROBES: [&str; 2] = ["probe_sched_switch", "probe_sched_wakeup"];
+/// The prefixes of the probes that the kernel defines for each class of events, to record the event
+/// in a tracefs instance, for perf, and for BPF (include/trace/trace_events.h, perf.h and
+/// bpf_probe.h).
+pub const EVENT_PROBES: [&str; 3] = ["trace_event_raw_event_", "perf_trace_", "__bpf_trace_"];
+
 /// The functions of the kernel image and of its modules that have a branch site or the target of
-/// one.
+/// one, and the probes of [`TASK_NAME_PROBES`] and [`EVENT_PROBES`].
 #[derive(Default)]
 pub struct Functions {
     images: Vec<Image>,
@@ -34,6 +42,18 @@ impl Functions {
         let found = image.symbols.resolve(address, SymbolKind::Text)?;
         Some(location(found))
     }
+
+    /// Returns the function that begins at a guest-virtual address. `None` if its name was not
+    /// kept. Names of probes that a module defines itself are usually not.
+    #[must_use]
+    pub fn probe(&self, address: u64) -> Option<&str> {
+        let image = self
+            .images
+            .iter()
+            .find(|image| image.text.contains(&address))?;
+        let (name, offset) = image.symbols.resolve(address, SymbolKind::Text)?;
+        (offset == 0).then_some(name)
+    }
 }
 
 impl fmt::Debug for Functions {
@@ -46,8 +66,18 @@ impl fmt::Debug for Functions {
     }
 }
 
+/// Returns the addresses of the probes of [`TASK_NAME_PROBES`] and [`EVENT_PROBES`].
+pub(super) fn probes(symbols: &Symbols) -> impl Iterator<Item = u64> {
+    let is_probe = |name: &str| {
+        let has_prefix = |prefix: &&str| name.starts_with(*prefix);
+        TASK_NAME_PROBES.contains(&name) || EVENT_PROBES.iter().any(has_prefix)
+    };
+    let found = symbols.iter().filter(move |(_, name)| is_probe(name));
+    found.map(|(symbol, _)| symbol.address)
+}
+
 impl Kernel {
-    /// Returns the functions of the sites and of their targets.
+    /// Returns the functions of the sites and of their targets, and the probes.
     #[must_use]
     pub fn functions(&self) -> Functions {
         let sites = self.images.iter().flat_map(|image| &image.sites);
@@ -60,7 +90,8 @@ impl Kernel {
             &rest[..rest.partition_point(|address| *address < range.end)]
         };
         let images = self.images.iter().map(|image| {
-            let own = [within(&image.text), within(&image.init_text)].concat();
+            let mut own = [within(&image.text), within(&image.init_text)].concat();
+            own.extend(probes(&image.symbols));
             Image {
                 text: image.text.clone(),
                 init_text: image.init_text.clone(),

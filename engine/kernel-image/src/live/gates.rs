@@ -164,7 +164,10 @@ pub(super) fn find<M: PhysicalMemory + ?Sized>(
     gates.add(GateKind::SameKernel, same_kernel(view, named, inner));
     gates.add(GateKind::SystemState, at("system_state", running));
     // The wanted value is PANIC_CPU_INVALID.
-    gates.add(GateKind::Panic, at("panic_cpu", 0xffff_ffff));
+    gates.add(
+        GateKind::Panic,
+        at(patchbay_observe::state::PANIC, 0xffff_ffff),
+    );
     gates.add(
         GateKind::JumpLabelMutex,
         mutex("jump_label_mutex", Concerns::ALL),

@@ -150,7 +150,7 @@ pub struct Log {
     pub page_table: PageTable,
     /// The location and the layout of the ring.
     pub source: patchbay_observe::log::Source,
-    /// The taints and the load of the same kernel.
+    /// The words of the same kernel's state.
     pub state: patchbay_observe::state::Source,
     /// The trace events, or the reason why they cannot be read.
     pub trace: Result<patchbay_observe::trace::Source, String>,

@@ -47,13 +47,15 @@ pub(super) const SYMBOLS: &[&str] = &[
     "module_mutex",
     "modules",
     "__cpu_possible_mask",
-    "panic_cpu",
     log::SYMBOL,
     state::LOAD,
     state::NO_PRESSURE,
     state::OOPSES,
+    state::PANIC,
     state::PRESSURE,
     state::TAINTS,
+    state::TIMEKEEPERS[0],
+    state::TIMEKEEPERS[1],
     state::WARNINGS,
     trace::ARRAYS,
     trace::COMMON_FIELDS,
@@ -164,6 +166,8 @@ pub(super) struct Inner {
     pub log: Result<log::Layout, String>,
     /// Offset of the averages in the `struct psi_group`.
     pub pressure: Option<u64>,
+    /// Offsets of the time in a timekeeper.
+    pub timekeeper: Option<state::Timekeeper>,
     /// The kernel's trace events, or the reason why they cannot be read.
     pub trace: Result<trace::Layout, String>,
 }
@@ -341,6 +345,7 @@ pub(super) fn read(
             .or_else(|| btf.offset("text_poke_array", &["nr_entries"])),
         log: log::Layout::read(btf).map_err(|why| format!("{whose} does not describe it: {why}")),
         pressure: state::averages(btf),
+        timekeeper: state::Timekeeper::find(btf),
         trace: trace::Layout::read(btf)
             .map_err(|why| format!("{whose} does not describe them: {why}; kernels that are built without CONFIG_TRACING have none")),
     };

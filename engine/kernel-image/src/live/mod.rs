@@ -41,7 +41,7 @@ pub use debug_file::{DebugFile, DebugFileError, FileUse};
 pub use debug_folder::{DebugFiles, DebugFolder};
 pub use error::DiscoveryError;
 pub use finder::{Finder, discover};
-pub use functions::Functions;
+pub use functions::{EVENT_PROBES, Functions, TASK_NAME_PROBES};
 pub use kernel::{Evidence, ImageTables, Kernel, Log, NoteFound, ObservedKey, Way};
 pub use layout::Layout;
 pub use modules::LeftOut;

@@ -160,6 +160,14 @@ fn only_symbols_of_keys_and_sites_are_kept() {
     let again = find(&mut finder, &guest);
     assert_eq!(said(&again), said(&kernel));
     assert_eq!(format!("{functions:?}"), format!("{:?}", again.functions()));
+    for functions in [functions, again.functions()] {
+        for probe in ["probe_sched_switch", "trace_event_raw_event_test"] {
+            let address = guest.symbol(probe);
+            assert_eq!(functions.probe(address), Some(probe));
+            assert_eq!(functions.probe(address + 1), None);
+        }
+        assert_eq!(functions.probe(guest.symbol("filler_7")), None);
+    }
 }
 
 /// The first discovery has not kept the name of such a key.

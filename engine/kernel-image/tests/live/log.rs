@@ -24,6 +24,9 @@ fn the_log_is_found_beside_the_keys_and_alone() {
         load: Some(symbol("avenrun")),
         reports: Some([symbol("warn_count"), symbol("oops_count")]),
         pressure: Some([symbol("psi_disabled"), symbol("psi_system") + 64]),
+        panic: Some(symbol("panic_cpu")),
+        // The crafted kernel has no timekeeper.
+        uptime: None,
     };
     assert_eq!(alone.state, state);
     let of_6_12 = Layout::read(&Version::V6_12).expect("whole");

@@ -452,3 +452,92 @@ fn a_block_of_another_record_is_not_taken() {
     assert_eq!(texts(&batch), ["one\0\0\0\0\0", "three"]);
     assert_eq!(batch.lost, 1);
 }
+
+/// The positions of a text are two rounds of the ring apart, and the block at the start of the ring
+/// has the record's id.
+#[test]
+fn a_block_that_spans_more_than_a_round_is_not_taken() {
+    let log = Log::new(Version::V6_12, 4, 12);
+    log.write(|writer| {
+        // The dump begins with the first whole record, so nothing is lost before it.
+        let id = writer.print(6, "one");
+        writer.print(6, "two");
+        let at = writer.descriptor(id);
+        writer.put(at + 8, 0_u64.wrapping_sub(3 << 12));
+    });
+    let batch = dump(&log);
+    assert_eq!((texts(&batch), batch.lost), (vec!["two".to_owned()], 0));
+}
+
+#[test]
+fn a_block_without_room_for_its_id_is_not_taken() {
+    let log = Log::new(Version::V6_12, 4, 12);
+    log.write(|writer| {
+        writer.print(6, "zero");
+        let id = writer.print(6, "one");
+        writer.print(6, "two");
+        let at = writer.descriptor(id);
+        let begin = writer.memory()[(at + 8 - BASE) as usize..][..8].try_into();
+        let begin = u64::from_le_bytes(begin.expect("8 bytes"));
+        writer.put(at + 16, begin + 4);
+    });
+    let batch = dump(&log);
+    assert_eq!(
+        (texts(&batch), batch.lost),
+        (vec!["zero".to_owned(), "two".to_owned()], 1)
+    );
+}
+
+/// The ring wraps after its header was copied and before the first record is.
+#[test]
+fn a_follower_that_is_overtaken_reads_what_the_ring_holds_in_the_same_poll() {
+    let log = Log::new(Version::V6_12, 2, 9);
+    log.write(|writer| (0..2).for_each(|_| _ = writer.print(6, "a")));
+    let mut follower = Follower::new(log.source(), Start::Oldest);
+    assert_eq!(seqs(&follower.poll(&log, ALL)), [0, 1]);
+    log.write(|writer| _ = writer.print(6, "a"));
+    // The pointer to the ring and its header are the first two reads.
+    log.before_read(|number, writer| {
+        if number == 2 {
+            (0..8).for_each(|_| _ = writer.print(6, "b"));
+        }
+    });
+    let batch = follower.poll(&log, ALL);
+    assert_eq!((seqs(&batch), batch.lost), (vec![7, 8, 9, 10], 5));
+    assert_eq!(batch.torn, 0, "no copy was mixed");
+}
+
+/// A writer finishes its record while the record is copied: it is neither torn nor lost.
+#[test]
+fn a_record_that_is_finished_while_it_is_copied_is_read_later() {
+    let unfinished = Terms {
+        unfinished: true,
+        ..ALL
+    };
+    let mut later = 0;
+    for when in 0..16 {
+        let log = Log::new(Version::V6_12, 3, 12);
+        let id = log.write(|writer| {
+            writer.print(6, "before");
+            let id = writer.reserve();
+            writer.commit(id, 6 << 5, 7, b"part");
+            id
+        });
+        let mut follower = Follower::new(log.source(), Start::Seq(1));
+        log.before_read(move |number, writer| {
+            if number == when {
+                writer.finalize(id);
+            }
+        });
+        let first = follower.poll(&log, unfinished);
+        later += usize::from(first.records.is_empty());
+        let second = follower.poll(&log, unfinished);
+        assert_eq!(
+            [texts(&first), texts(&second)].concat(),
+            ["part"],
+            "at read {when}"
+        );
+        assert_eq!((first.torn, first.lost), (0, 0), "at read {when}");
+    }
+    assert!(later > 0, "never finished during a copy");
+}

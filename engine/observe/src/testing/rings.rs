@@ -287,6 +287,44 @@ impl Writer {
         self.stores.len()
     }
 
+    /// Replaces the instances by others with these names, whose rings are those of the top level.
+    /// Returns the address of the first one's `struct trace_array`, and the number of bytes from
+    /// each to the next.
+    ///
+    /// # Panics
+    /// If there is no room for them behind the pages of the last ring.
+    pub fn put_instances<'a>(&mut self, names: impl IntoIterator<Item = &'a [u8]>) -> (u64, u64) {
+        const STEP: u64 = 192;
+        let last = self.rings.len() as u64 - 1;
+        let pages = self.rings[0].pages.len() as u64;
+        let first = DATA + (last * MAX_PAGES + pages) * 4096;
+        let end = BASE + self.bytes.len() as u64;
+        let (mut before, mut at) = (ARRAYS, first);
+        let mut texts = end;
+        let mut known: Option<(&[u8], u64)> = None;
+        for name in names {
+            let text = match known {
+                // Many instances may share the text of their name.
+                Some((known, text)) if known == name => text,
+                _ => {
+                    texts -= name.len() as u64 + 1;
+                    self.put_bytes(texts, &[name, b"\0"].concat());
+                    texts
+                }
+            };
+            known = Some((name, text));
+            assert!(at + STEP <= texts, "no room");
+            self.put(before, at);
+            self.put(at + 8, before);
+            self.put(at + 16, text);
+            self.put(at + 40, BUFFER);
+            (before, at) = (at, at + STEP);
+        }
+        self.put(before, ARRAY);
+        self.put(ARRAY + 8, before);
+        (first, STEP)
+    }
+
     /// Stores bytes.
     pub fn put_bytes(&mut self, address: u64, bytes: &[u8]) {
         self.stores.push_back((address, bytes.to_vec()));

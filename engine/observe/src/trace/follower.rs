@@ -32,6 +32,9 @@ pub struct Chunk {
     pub page: Vec<u8>,
     /// Number of events, at least 1.
     pub events: u64,
+    /// The part of [`Batch::lost`] that this CPU has lost since its previous chunk, in this poll or
+    /// an earlier one.
+    pub lost_before: u64,
 }
 
 /// The result of one poll.
@@ -43,7 +46,10 @@ pub struct Batch {
     /// Number of events before and among these that were overwritten, or consumed by a reader in
     /// the guest, before they were read. The sum over all polls exceeds the number of lost events
     /// by at most one, if a reader in the guest takes an event at that moment. The sum is exact at
-    /// each poll that finds all events read and none being written.
+    /// each poll that finds all events read and none being written. There is one exception: if the
+    /// first position is found while an interrupt moves the head that the interrupted code was
+    /// about to move, and events are lost before such a poll, the sum stays too high by up to the
+    /// events of a page.
     pub lost: u64,
     /// Number of copies that were discarded because the kernel replaced the page meanwhile. The
     /// events count in `lost`.
@@ -111,6 +117,8 @@ pub(super) struct Follower {
     seen: u64,
     /// Number of events that were reported as lost.
     lost: u64,
+    /// The events among these that were lost after the last chunk.
+    lost_since_chunk: u64,
     /// `entries` of the last header.
     entries: u64,
     /// Events up to this time were read from another ring. They are skipped only until the end of
@@ -141,6 +149,7 @@ impl Follower {
             corrects_base: true,
             seen: 0,
             lost: 0,
+            lost_since_chunk: 0,
             entries: 0,
             after: None,
         }
@@ -150,6 +159,7 @@ impl Follower {
     pub fn replaced(&self, ring: u64) -> Self {
         let mut next = Self::new(self.cpu, ring, self.start);
         next.after = self.after.max(self.cursor.map(|cursor| cursor.time));
+        next.lost_since_chunk = self.lost_since_chunk;
         if next.after.is_some() {
             next.start = Start::Oldest;
         }
@@ -198,6 +208,7 @@ impl Follower {
                 *self = Self {
                     base: Some(0),
                     corrects_base: false,
+                    lost_since_chunk: self.lost_since_chunk,
                     ..Self::new(self.cpu, self.ring, Start::Oldest)
                 };
                 batch.restarted = true;
@@ -288,8 +299,9 @@ impl Follower {
             }
         };
         let again = pages.header(self.ring)?;
-        if header.taken() != again.taken() || has_unread && !pages.is_still(header.reader, &reader)
-        {
+        // The next step checks that the content is unchanged before it takes an event. The time was
+        // then computed from this content, too.
+        if header.taken() != again.taken() {
             return None;
         }
         // The number of events before the first one. Those that were overwritten since the reader
@@ -300,6 +312,11 @@ impl Follower {
         };
         let before = overwritten.wrapping_add(header.read);
         self.base.get_or_insert(before);
+        // An empty ring may wrap before its first event is read. The position is then on a later
+        // event, so the number must not be corrected by it.
+        if cursor.identity.is_none() && header.entries == before {
+            self.corrects_base = false;
+        }
         Some(cursor)
     }
 
@@ -461,6 +478,7 @@ impl Follower {
             cpu: self.cpu,
             page,
             events: count,
+            lost_before: std::mem::take(&mut self.lost_since_chunk),
         });
     }
 
@@ -493,6 +511,7 @@ impl Follower {
         // A hostile guest may have counted fewer.
         let more = count.saturating_sub(known);
         self.lost = self.lost.saturating_add(more);
+        self.lost_since_chunk = self.lost_since_chunk.saturating_add(more);
         batch.lost = batch.lost.saturating_add(more);
     }
 }
@@ -505,3 +524,6 @@ fn time_at(bytes: &[u8], stamp: u64, offset: usize) -> Option<u64> {
     }
     Some(events.time())
 }
+
+#[cfg(test)]
+mod tests;

@@ -10,10 +10,9 @@ use crate::{Bounded, KernelView, copy};
 /// The bits of `buffer_page.write` below the generation: `RB_WRITE_MASK` and the first bit of
 /// `RB_WRITE_INTCNT`, which the writer adds each time it enters the page.
 const GENERATION_SHIFT: u32 = 20;
-/// The flags in the low bits of `list.next`: the next page is the head, or the writer is moving the
-/// head from it.
+/// The flag in the low bits of `list.next` that says that the next page is the head. The other bit
+/// says that the writer is moving the head from it.
 const HEAD: u64 = 1;
-const UPDATE: u64 = 2;
 const FLAGS: u64 = 3;
 
 /// A copy of the members of `struct ring_buffer_per_cpu`.
@@ -186,7 +185,12 @@ impl<V: KernelView + ?Sized> Pages<'_, V> {
     /// Returns the oldest page of the circle.
     ///
     /// `head_page` is only a hint, because the writer moves the flag alone. If it is out of date,
-    /// the ring has wrapped, and the head follows the page that is being written.
+    /// the ring has wrapped, and the head follows the page that is being written. To move the head
+    /// from a page, the writer changes the flag of the link to it, counts its events as
+    /// overwritten, and flags the next page (`rb_handle_head_page()`). The page is skipped, and no
+    /// head is found until the next one is flagged. An interrupt between the first two of these
+    /// steps may write events and flag the next page. Then the head is found although the events
+    /// before it are not counted yet.
     pub fn oldest(&self, header: &Header, steps: &mut usize) -> Oldest {
         let before = |page: u64| {
             let link = page.wrapping_add(self.layout.page.list);
@@ -204,15 +208,11 @@ impl<V: KernelView + ?Sized> Pages<'_, V> {
                 let Some(next) = crate::word(self.view, link) else {
                     return Oldest::Moved;
                 };
-                match next & FLAGS {
-                    0 => {}
-                    HEAD => {
-                        return Oldest::Page {
-                            page: self.page(next),
-                            before: page,
-                        };
-                    }
-                    _ => return Oldest::Moved,
+                if next & FLAGS == HEAD {
+                    return Oldest::Page {
+                        page: self.page(next),
+                        before: page,
+                    };
                 }
                 page = self.page(next);
                 if page == start {
@@ -247,5 +247,3 @@ pub(super) enum Oldest {
     /// The writer is moving the head, or the circle contradicts itself.
     Moved,
 }
-
-const _: () = assert!(HEAD | UPDATE == FLAGS);

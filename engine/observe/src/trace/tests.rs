@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+mod between;
+mod lists;
 mod losses;
 mod suspect;
 
@@ -184,82 +186,6 @@ fn each_cpu_has_its_ring_and_a_poll_ends_at_its_limit() {
         let expected = (0..20).map(|index| u64::from(cpu) + 3 * index);
         assert!(of_cpu.eq(expected), "CPU {cpu}");
     }
-}
-
-#[test]
-fn instances_are_found_by_name() {
-    let memory = Memory::new(Version::V6_12, 1, 4);
-    let source = memory.source();
-    assert_eq!(
-        source.instances(&memory),
-        Some(vec!["foo".to_owned(), String::new()])
-    );
-    assert_eq!(source.instance(&memory, ""), Some(ARRAY));
-    assert_eq!(source.instance(&memory, "foo"), Some(ARRAY + 0x80));
-    assert_eq!(source.instance(&memory, "bar"), None);
-}
-
-const NUMBERED: &str = "name: numbered
-ID: 7
-format:
-\tfield:unsigned short common_type;\toffset:0;\tsize:2;\tsigned:0;
-\tfield:unsigned char common_flags;\toffset:2;\tsize:1;\tsigned:0;
-\tfield:unsigned char common_preempt_count;\toffset:3;\tsize:1;\tsigned:0;
-\tfield:int common_pid;\toffset:4;\tsize:4;\tsigned:1;
-
-\tfield:u64 number;\toffset:8;\tsize:8;\tsigned:0;
-\tfield:char comm[16];\toffset:16;\tsize:16;\tsigned:0;
-\tfield:__data_loc char[] text;\toffset:32;\tsize:4;\tsigned:0;
-\tfield:char rest[];\toffset:36;\tsize:0;\tsigned:0;
-
-print fmt: \"%llu %s\", REC->number, REC->comm
-";
-
-#[test]
-fn formats_are_those_of_tracefs() {
-    for version in VERSIONS {
-        let memory = Memory::new(version, 1, 3);
-        let source = memory.source();
-        let events = Event::all(&memory, &source).expect("a list");
-        let names: Vec<_> = events
-            .iter()
-            .map(|event| (event.id, event.system.as_str(), event.name.as_str()))
-            .collect();
-        let expected = [
-            (7, "test", "numbered"),
-            (8, "test", "alike"),
-            (9, "syscalls", "sys_enter_test"),
-        ];
-        assert_eq!(names, expected);
-        let format = |index: usize| events[index].format(&memory, &source).expect("readable");
-        assert_eq!(format(0), NUMBERED, "{version:?}");
-        assert!(format(1).contains("int zero;\toffset:8;\tsize:4;\tsigned:1;"));
-        assert!(format(2).contains("int __syscall_nr;"), "{}", format(2));
-        let unknown = Source {
-            syscall_fields: None,
-            ..source
-        };
-        assert_eq!(events[2].format(&memory, &unknown), None);
-    }
-}
-
-#[test]
-fn a_list_of_events_that_leads_nowhere_or_in_a_circle_ends() {
-    let memory = Memory::new(Version::V6_12, 1, 3);
-    let source = memory.source();
-    let events = Event::all(&memory, &source).expect("a list");
-    let address = source.events;
-    for wild in [0, 1, u64::MAX, address] {
-        memory.write(|writer| writer.put(address, wild));
-        _ = Event::all(&memory, &source);
-        memory.write(|writer| writer.put(source.common_fields, wild));
-        assert_eq!(events[0].format(&memory, &source), None);
-    }
-    memory.before_read(|_, _| {});
-    memory.write(|writer| writer.put(address, address + 0x100));
-    memory.write(|writer| writer.put(address + 0x100, address + 0x100));
-    assert_eq!(Event::all(&memory, &source), None);
-    assert!(memory.reads() < 20_000, "{}", memory.reads());
 }
 
 /// Events that the guest's own reader has consumed before count neither as read nor as lost.
@@ -457,7 +383,7 @@ fn race(race: Race, version: Version, seed: u64) -> (u64, u64) {
                 continue;
             }
             let number = written.borrow().len() as u64;
-            if number % race.coarse == 0 {
+            if number.is_multiple_of(race.coarse) {
                 time += random.u64(1..100);
             }
             let payload = match race.alike {

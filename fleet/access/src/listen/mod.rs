@@ -178,10 +178,10 @@ impl Incoming {
         (incoming, ReceiverStream::new(receiver))
     }
 
-    /// Records refused certificates in this log.
+    /// Records refused certificates in this log, if there is one.
     #[must_use]
-    pub fn recording(mut self, audit: Audit) -> Self {
-        self.audit = Some(audit);
+    pub fn recording(mut self, audit: impl Into<Option<Audit>>) -> Self {
+        self.audit = audit.into();
         self
     }
 

@@ -59,11 +59,6 @@ impl Approvals {
             },
         })
     }
-
-    fn covers(&self, key: &str) -> bool {
-        let (module, name) = static_keys::split_name(key);
-        self.keys.select(module, name)
-    }
 }
 
 impl Policy {
@@ -73,7 +68,7 @@ impl Policy {
     pub fn demand(&self, keys: &[&str]) -> Demand {
         let mut demand = Demand::NONE;
         for entry in &self.approvals {
-            if keys.iter().any(|key| entry.covers(key)) {
+            if keys.iter().any(|key| entry.keys.select_full(key)) {
                 demand.min = demand.min.max(entry.demand.min);
                 demand.planner_may_approve &= entry.demand.planner_may_approve;
             }

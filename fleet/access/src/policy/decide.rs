@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Decides whether the policy allows a call.
 
-use std::cmp::Reverse;
 use std::time::Instant;
 
 use patchbay_proto::methods::Role;
 
 use super::file::{Policy, Rule};
+use super::lack::Lack;
 use super::spent::Spent;
 
 /// The question whether the policy allows a call.
@@ -36,7 +36,7 @@ pub enum Want<'a> {
 
 impl<'a> Want<'a> {
     /// Returns the keys that are known by name.
-    fn keys(self) -> &'a [&'a str] {
+    pub(super) fn keys(self) -> &'a [&'a str] {
         match self {
             Self::Keys(keys) => keys,
             Self::Nothing | Self::AnyKeys => &[],
@@ -98,19 +98,6 @@ impl Decision {
     }
 }
 
-/// The first condition that a rule does not meet. A rule that lacks an earlier variant is closer to
-/// allowing the call, and the closest rule explains a refusal best.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Lack {
-    AnyKeys,
-    TooManyKeys { given: usize, most: usize },
-    TooManyGuests { given: usize, most: usize },
-    Key(String),
-    Guest(String),
-    Role { has: Reverse<Role>, needs: Role },
-    Principal,
-}
-
 impl Policy {
     /// Decides a question. The caps are compared with this change alone, and earlier changes are
     /// not counted.
@@ -164,8 +151,8 @@ impl Policy {
     /// of them names the person by a pattern or an exclusion that does not select everybody.
     #[must_use]
     pub fn bounds(&self, person: &str) -> bool {
-        let mut named = self.rules.iter().filter_map(|rule| rule.named.as_ref());
-        named.any(|named| named.select_path(person))
+        let mut rules = self.rules.iter();
+        rules.any(|rule| rule.principals.names_path(person))
     }
 
     /// Returns whether any rule names the principal, even if the rule allows nothing.
@@ -258,77 +245,6 @@ impl Policy {
             Some((lack, rule)) => format!("rule {:?} {}", rule.name, lack.sentence()),
         };
         Decision::Denied { why }
-    }
-}
-
-impl Rule {
-    fn lacks(&self, question: &Question<'_>) -> Option<Lack> {
-        self.lacks_rights(question)
-            .or_else(|| self.lacks_room(question))
-    }
-
-    pub(super) fn lacks_rights(&self, question: &Question<'_>) -> Option<Lack> {
-        if !self.principals.select_path(question.principal) {
-            return Some(Lack::Principal);
-        }
-        if self.role < question.role {
-            let (has, needs) = (Reverse(self.role), question.role);
-            return Some(Lack::Role { has, needs });
-        }
-        let mut guests = question.guests.iter();
-        if let Some(guest) = guests.find(|guest| !self.guests.select_whole(guest)) {
-            return Some(Lack::Guest((*guest).to_owned()));
-        }
-        if matches!(question.want, Want::AnyKeys) && self.limits_keys() {
-            return Some(Lack::AnyKeys);
-        }
-        let mut keys = question.want.keys().iter();
-        let key = keys.find(|key| !self.covers(key))?;
-        Some(Lack::Key((*key).to_owned()))
-    }
-
-    /// Returns the cap that this change alone exceeds; `None` if it exceeds none.
-    fn lacks_room(&self, question: &Question<'_>) -> Option<Lack> {
-        let keys = question.want.keys();
-        if let Some(most) = self.max_guests.filter(|&most| question.guests.len() > most) {
-            let given = question.guests.len();
-            return Some(Lack::TooManyGuests { given, most });
-        }
-        if let Some(most) = self.max_keys.filter(|&most| keys.len() > most) {
-            let given = keys.len();
-            return Some(Lack::TooManyKeys { given, most });
-        }
-        None
-    }
-
-    fn limits_keys(&self) -> bool {
-        !self.keys.texts().is_empty() || self.max_keys.is_some()
-    }
-
-    fn covers(&self, key: &str) -> bool {
-        let (module, name) = static_keys::split_name(key);
-        self.keys.select(module, name)
-    }
-}
-
-impl Lack {
-    fn sentence(&self) -> String {
-        match self {
-            Self::AnyKeys => "does not cover every key".to_owned(),
-            Self::TooManyKeys { given, most } => {
-                format!("allows {most} keys in an hour, and this change would make it {given}")
-            }
-            Self::TooManyGuests { given, most } => {
-                format!("allows {most} guests in an hour, and this change would make it {given}")
-            }
-            Self::Key(key) => format!("does not cover key {key:?}"),
-            Self::Guest(guest) => format!("does not cover guest {guest:?}"),
-            Self::Role {
-                has: Reverse(has),
-                needs,
-            } => format!("gives the role {has}, and {needs} is needed"),
-            Self::Principal => "does not name the principal".to_owned(),
-        }
     }
 }
 

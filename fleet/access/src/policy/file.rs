@@ -34,8 +34,6 @@ pub struct Rule {
     /// The rule's name, unique in its file.
     pub name: String,
     pub(super) principals: Patterns,
-    /// The principals without the patterns that select everybody; `None` if there are no others.
-    pub(super) named: Option<Patterns>,
     pub(super) role: Role,
     /// True if the rule's principals may break the glass, which means that they may start and
     /// promote rollouts without approvals.
@@ -262,11 +260,9 @@ impl Policy {
     /// Creates a policy with a single rule that makes this user and root admins.
     pub(super) fn own_user_only(uid: u32) -> Self {
         let users = ["uid:0".to_owned(), format!("uid:{uid}")];
-        let principals = Patterns::parse(&users).unwrap_or_default();
         let rule = Rule {
             name: "built-in".to_owned(),
-            named: Some(principals.clone()),
-            principals,
+            principals: Patterns::parse(&users).unwrap_or_default(),
             role: Role::Admin,
             breaks_glass: false,
             guests: Patterns::default(),
@@ -335,16 +331,6 @@ impl Rule {
             })
         };
         let principals = patterns("principals", &rule.principals)?;
-        // An exclusion also names a person, who must not have the rule's rights.
-        let texts = rule.principals.iter();
-        let texts = texts.filter(|text| *text != "*" && *text != "**");
-        let named: Vec<String> = texts
-            .map(|text| text.strip_prefix('!').unwrap_or(text).to_owned())
-            .collect();
-        let named = match named.is_empty() {
-            true => None,
-            false => Some(patterns("principals", &named)?),
-        };
         let guests = patterns("guests", &rule.guests)?;
         let keys = patterns("keys", &rule.keys)?;
         for (field, cap) in [("max_keys", rule.max_keys), ("max_guests", rule.max_guests)] {
@@ -361,7 +347,6 @@ impl Rule {
         Ok(Self {
             name,
             principals,
-            named,
             role: rule.role.role,
             breaks_glass: rule.role.breaks_glass,
             guests,

@@ -85,6 +85,7 @@
 mod approvals;
 mod decide;
 mod file;
+mod lack;
 mod live;
 mod spent;
 

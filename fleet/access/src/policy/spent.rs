@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::decide::Lack;
 use super::file::Rule;
+use super::lack::Lack;
 
 /// The time for which a change counts against a cap.
 pub const WINDOW: Duration = Duration::from_hours(1);

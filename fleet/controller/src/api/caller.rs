@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use patchbay_access::addresses::hide_in_string;
 use patchbay_access::identity::Identity;
 use patchbay_access::listen::Peer;
 use patchbay_access::listen::admission::Admission;
@@ -16,7 +17,8 @@ use tonic_types::{ErrorDetails, StatusExt};
 use crate::authority::{Refused, approvals_needed, may_view, operates};
 use crate::controller::Controller;
 use crate::rollout::Rollout;
-use crate::sight::{Sight, without_addresses};
+use crate::runner::NoAnswer;
+use crate::sight::Sight;
 use crate::view;
 
 /// A caller that the policy names, and the policy that is in force when the call begins.
@@ -55,9 +57,8 @@ impl Caller {
     /// Converts a rollout, with or without its guests, and leaves out what the caller may not see.
     pub fn shown(&self, rollout: &Rollout, guests: bool) -> v1::Rollout {
         let sight = self.sight();
-        let mut shown = view::rollout(rollout, guests, &sight);
         let needed = approvals_needed(&self.policy, rollout);
-        shown.approvals_needed = u32::try_from(needed).unwrap_or(u32::MAX);
+        let mut shown = view::rollout(rollout, guests, &sight, needed);
         if !sight.sees_all {
             let hidden = sight.hidden(rollout);
             shown.message = hidden.shown(&shown.message);
@@ -68,15 +69,15 @@ impl Caller {
             timeline.retain(|entry| !hidden.is_named_in(&entry.text));
         }
         if !self.sees_addresses(rollout) {
-            without_addresses(&mut shown.message);
+            hide_in_string(&mut shown.message);
             for gate in &mut shown.gates {
-                without_addresses(&mut gate.message);
+                hide_in_string(&mut gate.message);
             }
             for guest in &mut shown.guests {
-                without_addresses(&mut guest.message);
+                hide_in_string(&mut guest.message);
             }
             for entry in &mut shown.timeline {
-                without_addresses(&mut entry.text);
+                hide_in_string(&mut entry.text);
             }
         }
         shown
@@ -97,8 +98,10 @@ impl Caller {
                 self.denied(&format!("rollout {name}: {why}"))
             }
             Refused::Unapproved(_) | Refused::NotLegal(_) => Status::failed_precondition(why),
-            Refused::Audit(_) | Refused::Deposed => Status::unavailable(why),
-            Refused::Unknown => status(Code::Aborted, "OUTCOME_UNKNOWN", why, HashMap::new()),
+            Refused::Audit(_) | Refused::NoAnswer(NoAnswer::NotSent) => Status::unavailable(why),
+            Refused::NoAnswer(NoAnswer::Lost) => {
+                status(Code::Aborted, "OUTCOME_UNKNOWN", why, HashMap::new())
+            }
         }
     }
 

@@ -103,16 +103,20 @@ impl Report {
                 ("taints", taints.count_ones().into())
             }
         };
-        let pressure = state.pressure.into_iter();
         Self {
             boot_id: bounded(&format!("{MEMORY}{kind} {boot}")),
             kernel_warnings,
             last_message: String::new(),
-            pressure: pressure
-                .map(|one| (one.resource, one.average_60s))
-                .collect(),
+            pressure: averages(state.pressure),
         }
     }
+}
+
+fn averages(pressure: Vec<v1::Pressure>) -> Vec<(String, f64)> {
+    let pressure = pressure.into_iter();
+    pressure
+        .map(|one| (one.resource, one.average_60s))
+        .collect()
 }
 
 /// The taints of an oops (`TAINT_DIE`), a warning (`TAINT_WARN`) and a soft lockup
@@ -121,14 +125,11 @@ const REPORTED: u64 = 1 << 7 | 1 << 9 | 1 << 14;
 
 impl From<v1::DescribeAgentResponse> for Report {
     fn from(agent: v1::DescribeAgentResponse) -> Self {
-        let pressure = agent.pressure.into_iter();
         Self {
             boot_id: bounded(&agent.boot_id),
             kernel_warnings: agent.kernel_warnings,
             last_message: agent.warnings.last().cloned().unwrap_or_default(),
-            pressure: pressure
-                .map(|one| (one.resource, one.average_60s))
-                .collect(),
+            pressure: averages(agent.pressure),
         }
     }
 }

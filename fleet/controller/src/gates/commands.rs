@@ -24,6 +24,7 @@ use serde::Deserialize;
 use tokio::process::{Child, Command};
 
 use super::{Asking, Obstacle};
+use crate::names;
 use crate::rollout::WaveGateKind;
 use crate::spec::{Duration, Spec};
 use crate::trusted::{self, Forbidden, NotTrusted};
@@ -35,7 +36,6 @@ const DEFAULT_TIMEOUT_MS: u64 = 60_000;
 /// The user of a command if its file gives none and the controller is root.
 const DEFAULT_USER: &str = "nobody";
 const SEARCH_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
-const MAX_NAME_BYTES: usize = 64;
 const MAX_FILE_BYTES: u64 = 64 << 10;
 
 /// The commands that gates may name.
@@ -104,8 +104,7 @@ struct Usable {
 
 /// Returns whether this is a valid name of a command. The name becomes part of a path.
 pub fn is_name(name: &str) -> bool {
-    let is_letter = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
-    !name.is_empty() && name.len() <= MAX_NAME_BYTES && name.bytes().all(is_letter)
+    names::is_name(name, b"-_")
 }
 
 impl Commands {

@@ -157,10 +157,8 @@ impl Page {
 }
 
 async fn serve_tls(listener: TcpListener, tls: Tls, shared: Arc<Shared>) {
-    let (mut incoming, mut connections) = Incoming::new(shared.admission.clone());
-    if let Some(audit) = shared.authority.audit() {
-        incoming = incoming.recording(audit.clone());
-    }
+    let (incoming, mut connections) = Incoming::new(shared.admission.clone());
+    let incoming = incoming.recording(shared.authority.audit().cloned());
     let accepting = incoming.serve_tcp(listener, tls);
     let serving = async {
         let mut tasks = JoinSet::new();

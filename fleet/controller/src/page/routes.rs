@@ -282,9 +282,7 @@ async fn command(
         let status = match refused {
             NotGiven::Denied(_) => StatusCode::FORBIDDEN,
             NotGiven::Unapproved(_) | NotGiven::NotLegal(_) => StatusCode::CONFLICT,
-            NotGiven::Audit(_) | NotGiven::Deposed | NotGiven::Unknown => {
-                StatusCode::SERVICE_UNAVAILABLE
-            }
+            NotGiven::Audit(_) | NotGiven::NoAnswer(_) => StatusCode::SERVICE_UNAVAILABLE,
         };
         Refused::new(status, why)
     })?;

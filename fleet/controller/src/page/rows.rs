@@ -67,8 +67,8 @@ pub fn guests(rollout: &Rollout, wanted: &Wanted<'_>, policy: &Policy, principal
 }
 
 fn row(rollout: &Rollout, index: usize, member: &Member) -> GuestRow {
-    let mut waves = rollout.header().waves.iter();
-    let wave = waves.find(|wave| wave.members().contains(&index));
+    let header = rollout.header();
+    let wave = header.wave_of(index).map(|wave| &header.waves[wave]);
     let message = match &member.state {
         State::Skipped { why } | State::NotYet { why, .. } | State::Releasing { why } => {
             why.clone()

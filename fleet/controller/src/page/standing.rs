@@ -33,12 +33,6 @@ pub struct Gate {
     asked: Option<Millis>,
 }
 
-#[derive(Serialize)]
-pub struct Step {
-    command: &'static str,
-    effect: String,
-}
-
 /// The numbers of members that are not in their final state, by the reason.
 struct Waits {
     not_yet: usize,
@@ -58,9 +52,9 @@ impl Waits {
         };
         for member in members {
             match &member.state {
-                State::Releasing { why } => {
+                state @ State::Releasing { .. } => {
                     waits.releasing += 1;
-                    waits.stuck += usize::from(!why.is_empty());
+                    waits.stuck += usize::from(state.is_stuck());
                 }
                 State::Forgotten => waits.forgotten += 1,
                 state => waits.not_yet += usize::from(state.is_late()),
@@ -171,12 +165,4 @@ pub fn gates(rollout: &Rollout, hidden: &Hidden<'_>) -> Vec<Gate> {
         }
     };
     rollout.gate_standings().into_iter().map(gate).collect()
-}
-
-pub fn steps(rollout: &Rollout, now: Millis) -> Vec<Step> {
-    let steps = rollout.next_steps(now).into_iter().map(|step| Step {
-        command: step.command,
-        effect: step.effect,
-    });
-    steps.collect()
 }

@@ -9,11 +9,11 @@ use serde::Serialize;
 
 use super::Shared;
 use super::sight::{Hidden, Sight};
-use super::standing::{self, Gate, Keys, Safety, Step};
+use super::standing::{self, Gate, Keys, Safety};
 use crate::authority::{Verdicts, approvals_needed};
 use crate::controller::Leadership;
 use crate::rollout::{
-    Header, Member, Millis, NotLegal, Phase, Rollout, Stage, State, TimelineEntry, Verb,
+    Header, Member, Millis, NextStep, NotLegal, Phase, Rollout, Stage, State, TimelineEntry, Verb,
     WaveGateKind,
 };
 use crate::runner::{Running, now};
@@ -88,7 +88,7 @@ pub struct Detail {
     /// The number of hosts of the guests.
     hosts: usize,
     gates: Vec<Gate>,
-    next_steps: Vec<Step>,
+    next_steps: Vec<NextStep>,
     commands: Vec<CommandView>,
     timeline: Vec<TimelineEntry>,
 }
@@ -233,7 +233,7 @@ fn detail(
         keys: standing::keys(sight.of(rollout.members())),
         hosts: hosts(sight.of(rollout.members())),
         gates: standing::gates(rollout, &hidden),
-        next_steps: standing::steps(rollout, now()),
+        next_steps: rollout.next_steps(now()),
         commands: commands(policy, principal, rollout, &hidden),
         timeline: header
             .timeline
@@ -248,7 +248,7 @@ fn detail(
 
 fn hosts<'m>(members: impl Iterator<Item = &'m Member>) -> usize {
     let hosts = members
-        .filter(|member| !matches!(member.state, State::Skipped { .. } | State::Superseded))
+        .filter(|member| !member.state.is_left_out())
         .map(|member| member.host.as_str());
     hosts.collect::<std::collections::HashSet<&str>>().len()
 }

@@ -104,11 +104,18 @@ impl Asks {
             want: state.to_proto().into(),
             ..v1::KeyClaim::default()
         });
-        let request = v1::SetClaimsRequest {
+        let mut request = v1::SetClaimsRequest {
             validate_only: true,
             ..self.request(guest, generation, of_keys.chain(of_tracepoints).collect())
         };
-        let answer = host.set_claims(request, person).await;
+        let mut answer = host.set_claims(request.clone(), person).await;
+        if let Err(status) = &answer
+            && let Some(seen) = CallError::new(status).seen
+        {
+            // The rollout may have claimed the keys again since the caller read the generation.
+            request.generation = seen.saturating_add(1);
+            answer = host.set_claims(request, person).await;
+        }
         let answer = answer.map_err(|status| self.consented(CallError::new(&status).why))?;
         let boot = bounded(&answer.boot);
         let planned = planned(answer, tracepoints).map_err(|why| self.consented(why))?;
@@ -202,12 +209,7 @@ pub(super) fn planned(
         tracepoints.into_iter().map(|(_, one)| one).collect(),
     );
     let guarded = answer.guarded.into_iter();
-    let guarded = guarded.filter(|one| {
-        let claims = set.claims();
-        claims
-            .binary_search_by(|claim| claim.key.cmp(&one.key))
-            .is_ok()
-    });
+    let guarded = guarded.filter(|one| set.has(&one.key));
     let guarded = guarded.map(|one| Guarded {
         key: one.key,
         advice: bounded(&one.advice.unwrap_or_default().message),

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use crate::hosts::Hosts;
-use crate::rollout::{Member, Phase, Rollout, State};
+use crate::rollout::{Member, Rollout, State};
 use crate::runner::{Running, now};
 use crate::spec::{Spec, SpecError};
 
@@ -62,7 +62,7 @@ pub async fn compare(
     let name = {
         let rollout = running.rollout();
         let header = rollout.header();
-        if matches!(header.phase, Phase::Reverting(_) | Phase::Ended(_)) {
+        if header.phase.reverts() {
             return Err(DiffError::Over {
                 rollout: header.name.clone(),
                 phase: header.phase.name(),

@@ -35,8 +35,7 @@ impl Rollout {
         }
         let current = self.current();
         added.retain_mut(|member| {
-            let guest = (member.host.clone(), member.guest.clone());
-            let earlier = current.get(&guest);
+            let earlier = current.get(&guest(member));
             earlier.is_none_or(|&earlier| self.supersede(earlier, member))
         });
         let (first, count) = (self.members.len(), added.len());
@@ -97,7 +96,7 @@ impl Rollout {
         if member.boot.is_empty() {
             member.boot.clone_from(&earlier.boot);
         }
-        // An end that the guest does not confirm must not count as one.
+        // If a guest that has confirmed its claims has no record of them, its release is not known.
         member.is_confirmed =
             earlier.is_confirmed && earlier.expires.is_none() && member.boot == earlier.boot;
         self.raise(index);

@@ -168,19 +168,17 @@ impl Rollout {
         self.enter_for(event, Phase::Reverting(end), principal, now, text);
     }
 
-    /// Returns the principal of the person for whom the member's next call is made. This is the
-    /// person whose command determined what the rollout now wants of the guest. If the rollout has
-    /// aborted by itself, it is still the person who decided that the guest is changed. Empty if
-    /// the rollout was not started.
+    /// Returns the person for whom the member's next call is made: whoever aborted or undid the
+    /// rollout, otherwise whoever decided about the member's wave, otherwise whoever started the
+    /// rollout. Empty before the start.
     pub fn person(&self, member: usize) -> &str {
         let header = &self.header;
-        let is_over = matches!(header.phase, Phase::Reverting(_) | Phase::Ended(_));
-        if is_over && !header.ended_by.is_empty() {
+        if !header.ended_by.is_empty() {
             return &header.ended_by;
         }
-        let mut waves = header.waves.iter();
-        match waves.find(|wave| wave.members().contains(&member)) {
-            Some(wave) if !wave.decided_by.is_empty() => &wave.decided_by,
+        let wave = header.wave_of(member).map(|wave| &header.waves[wave]);
+        match wave.map(|wave| wave.decided_by.as_str()) {
+            Some(by) if !by.is_empty() => by,
             _ => header.starter(),
         }
     }
@@ -200,7 +198,8 @@ impl Rollout {
         }
     }
 
-    /// Records that a webhook has accepted the entry with this number and all earlier ones.
+    /// Records that a webhook has accepted the entry with this number and all earlier ones, or
+    /// that delivery of the next one was attempted.
     pub fn delivered(&mut self, webhook: String, number: u64) {
         self.header.delivered.insert(webhook, number);
         self.run.header_changed = true;

@@ -133,6 +133,14 @@ impl KeySet {
         &self.intent_digest
     }
 
+    /// Returns whether the set claims this key.
+    pub fn has(&self, key: &str) -> bool {
+        let found = self
+            .claims
+            .binary_search_by(|claim| claim.key.as_str().cmp(key));
+        found.is_ok()
+    }
+
     /// Returns the claims, ordered by key.
     pub fn claims(&self) -> &[Claim] {
         &self.claims

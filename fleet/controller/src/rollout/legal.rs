@@ -28,14 +28,6 @@ impl Verb {
         Self::Undo,
     ];
 
-    /// Returns whether the command advances the rollout. The other commands stop or undo it.
-    pub fn advances(self) -> bool {
-        match self {
-            Self::Approve | Self::Start | Self::Resume | Self::Promote => true,
-            Self::Pause | Self::Abort | Self::Undo => false,
-        }
-    }
-
     pub fn name(self) -> &'static str {
         match self {
             Self::Approve => "approve",
@@ -144,7 +136,7 @@ impl Rollout {
     }
 
     pub(super) fn may_revert(&self) -> bool {
-        !matches!(self.header.phase, Phase::Reverting(_) | Phase::Ended(_))
+        !self.header.phase.reverts()
     }
 
     pub(super) fn not_legal(&self, command: &'static str, legal: &'static str) -> NotLegal {

@@ -64,12 +64,20 @@ pub enum ClaimOutcome {
     Made {
         boot: String,
         pause_us: u64,
-        /// The time at which the claims end by themselves.
-        expires: Option<Millis>,
+        /// The time after which the claims end by themselves.
+        ttl: Option<Millis>,
     },
     /// Nothing is made, because the guest has booted again, and this is its boot.
     Booted {
         boot: String,
+    },
+    /// The guest has answered, and some claims are not made.
+    NotMade {
+        /// The guest has a record of at least one of the claims.
+        has_claims: bool,
+        /// The time after which these end by themselves.
+        ttl: Option<Millis>,
+        why: String,
     },
     Failed {
         failure: Failure,
@@ -100,9 +108,7 @@ pub enum ReleaseOutcome {
         why: String,
     },
     /// The guest had confirmed the claims, and knows nothing of them any more.
-    Unknown {
-        why: String,
-    },
+    Unknown,
     /// The same as in [`ClaimOutcome`].
     Stale {
         seen: u64,
@@ -203,8 +209,8 @@ impl Rollout {
         }
     }
 
-    /// Returns the reason why guests that joined wait, or else why the rollout is in its phase; may
-    /// be empty.
+    /// Returns why guests that joined wait. If none wait, returns why the rollout is in its phase;
+    /// may be empty.
     pub fn message(&self) -> &str {
         match self.header.phase {
             Phase::Completed if !self.run.late.is_empty() => &self.run.late,
@@ -212,12 +218,12 @@ impl Rollout {
         }
     }
 
-    /// Sets the reason why guests that joined are not changed; empty if there is none.
     /// Returns the reason why guests that joined are not changed; empty if there is none.
     pub fn late(&self) -> &str {
         &self.run.late
     }
 
+    /// Sets the reason why guests that joined are not changed; empty if there is none.
     pub fn set_late(&mut self, why: String) {
         self.run.late = why;
     }
@@ -333,9 +339,8 @@ impl Rollout {
             }
             return;
         }
-        let is_left_out =
-            |member: &&Member| matches!(member.state, State::Skipped { .. } | State::Superseded);
-        let guests = self.members.len() - self.members.iter().filter(is_left_out).count();
+        let members = self.members.iter();
+        let guests = members.filter(|member| !member.state.is_left_out()).count();
         let caps = self.header.policy.caps;
         let (most, most_per_domain) = (caps.total(guests), caps.per_domain());
         let observes = self.header.policy.observes_agents();
@@ -363,7 +368,12 @@ impl Rollout {
             if total >= most || (again && retries >= most_late) {
                 return;
             }
-            if !self.is_due(index, now, step) || self.has_expired(index, now) {
+            if !self.is_due(index, now, step) {
+                continue;
+            }
+            if self.has_expired(index, now) {
+                // The guest may have to be asked for its release.
+                step.wake(now);
                 continue;
             }
             let member = &self.members[index];
@@ -392,11 +402,16 @@ impl Rollout {
         }
     }
 
-    /// Leaves a guest whose claims have ended by themselves. Returns whether it does.
+    /// Leaves a guest whose claims have ended by themselves. Returns whether it does. A guest that
+    /// is not as wanted may have made claims again after it has booted, although its answer was
+    /// lost: it is asked for their release.
     pub(super) fn has_expired(&mut self, index: usize, now: Millis) -> bool {
-        let has_expired = self.members[index].expires.is_some_and(|at| at <= now);
+        let has_expired = self.members[index].has_expired(now);
         if has_expired {
-            self.set(index, State::Released { void: true });
+            match self.members[index].state {
+                State::AsWanted { .. } => self.set(index, State::Released { void: true }),
+                _ => self.release(index),
+            }
         }
         has_expired
     }

@@ -71,6 +71,7 @@ pub use self::policy::{
     AfterReboot, AgentLimits, Caps, ErrorsOf, Freeze, OnFailure, Policy, WaveGate, WaveGateKind,
 };
 pub use self::standing::{GateStanding, NextStep, Standing};
+pub(crate) use self::state::NO_RECORD;
 pub use self::state::{
     Changes, End, Event, Failure, Header, Health, LeftOut, Member, Millis, Phase, Plan, Rollout,
     Stage, State, TimelineEntry, Wave,

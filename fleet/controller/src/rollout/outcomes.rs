@@ -39,15 +39,14 @@ impl Rollout {
             ClaimOutcome::Made {
                 boot,
                 pause_us,
-                expires,
+                ttl,
             } => {
                 self.run.retries.remove(&index);
                 let boots = self.run.made.get(&index).map_or(0, |made| made.1);
                 self.run.made.insert(index, (now, boots));
                 let member = &mut self.members[index];
                 member.boot = bounded(&boot);
-                member.is_confirmed = true;
-                member.expires = member.expires.or(expires);
+                member.confirm(ttl, now);
                 State::AsWanted { pause_us }
             }
             ClaimOutcome::Failed { failure, why } => {
@@ -57,10 +56,30 @@ impl Rollout {
                 }
                 State::NotYet { failure, why }
             }
+            ClaimOutcome::NotMade {
+                has_claims,
+                ttl,
+                why,
+            } => {
+                self.put_off(index, now);
+                // The set has replaced the one that the guest confirmed, so a guest that refuses
+                // all of it has no record.
+                let member = &mut self.members[index];
+                match has_claims {
+                    true => member.confirm(ttl, now),
+                    false => member.is_confirmed = false,
+                }
+                State::NotYet {
+                    failure: Failure::Refused,
+                    why,
+                }
+            }
             // The boot is stored before a call names it. A later generation makes the claims.
             ClaimOutcome::Booted { boot } => {
                 self.set_boot(index, &boot);
-                match again {
+                // A host may report another boot each time, so the attempts are limited.
+                let failed = self.put_off(index, now);
+                match again || failed >= MAX_ATTEMPTS {
                     true => State::NotYet {
                         failure: Failure::Busy,
                         why: "the guest has booted again".to_owned(),
@@ -68,13 +87,20 @@ impl Rollout {
                     false => State::Pending,
                 }
             }
+            // This call has changed nothing. A later generation makes the claims, as soon as the
+            // guest may be changed: the rollout may be paused or frozen by now.
             ClaimOutcome::Stale { seen } => {
-                if self.catch_up(index, seen, now) < MAX_ATTEMPTS {
-                    return;
-                }
-                State::NotYet {
-                    failure: Failure::Refused,
-                    why: format!("the guest has seen generation {seen}, and refuses later ones"),
+                let why = format!("the guest has seen generation {seen}");
+                match self.catch_up(index, seen, now) {
+                    failed if failed >= MAX_ATTEMPTS => State::NotYet {
+                        failure: Failure::Refused,
+                        why: format!("{why}, and refuses later ones"),
+                    },
+                    _ if again => State::NotYet {
+                        failure: Failure::Busy,
+                        why,
+                    },
+                    _ => State::Pending,
                 }
             }
         };
@@ -106,32 +132,33 @@ impl Rollout {
                 self.set(index, State::Released { void });
             }
             ReleaseOutcome::Failed { why } => {
-                let is_news = *before != bounded(&why);
+                // What a person has to do about a guest without a record stays true.
+                let is_news = *before != bounded(&why) && !self.members[index].has_no_record();
                 self.put_off(index, now);
                 if is_news {
                     self.set(index, State::Releasing { why });
                 }
             }
-            ReleaseOutcome::Unknown { why } => {
+            ReleaseOutcome::Unknown => {
                 // The answer to a repeat would be taken for a confirmation.
                 self.raise(index);
                 self.put_off(index, now);
-                self.set(index, State::Releasing { why });
+                self.set(index, State::no_record());
             }
             ReleaseOutcome::Stale { seen } => {
                 self.catch_up(index, seen, now);
+                self.raise(index);
             }
         }
     }
 
-    /// Continues after the generation that the guest has seen. The guest may report any number, so
-    /// the number is limited to half of the range, which leaves room for later generations. Returns
-    /// the number of consecutive calls that failed.
+    /// Lets later generations follow the one that the guest has seen. The guest may report any
+    /// number, so the number is limited to half of the range, which leaves room for later
+    /// generations. Returns the number of consecutive calls that failed.
     fn catch_up(&mut self, index: usize, seen: u64, now: Millis) -> u32 {
         let failed = self.put_off(index, now);
         let generation = &mut self.members[index].generation;
         *generation = (*generation).max(seen.min(MAX_GENERATION));
-        self.raise(index);
         self.run.changed.insert(index);
         failed
     }
@@ -305,9 +332,7 @@ impl Rollout {
         let wave = &self.header.waves[self.header.wave].name;
         let what = format!("gate {} of wave {wave} is inconclusive", gate + 1);
         if now.saturating_sub(since) >= self.header.policy.gates[gate].patience_ms {
-            let text = format!("{what}: {why}");
-            self.enter_for(Event::GateClosed, Phase::Paused, "", now, &text);
-            self.header.closed_gate = Some(gate);
+            self.pause_at(gate, &format!("{what}: {why}"), now);
         } else if since == asked {
             let text = format!("{what}, and asked again: {why}");
             self.note_of(Event::Gate, "", now, text);
@@ -336,6 +361,15 @@ impl Rollout {
         let made = self.run.made.values_mut().map(|(at, _)| at);
         for at in answered.chain(inconclusive).chain(made) {
             *at = at.saturating_add_signed(by);
+        }
+        // The guests measure the time of their claims by other clocks.
+        for (index, member) in self.members.iter_mut().enumerate() {
+            if member.may_be_changed()
+                && let Some(expires) = &mut member.expires
+            {
+                *expires = expires.saturating_add_signed(by);
+                self.run.changed.insert(index);
+            }
         }
     }
 }

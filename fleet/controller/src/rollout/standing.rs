@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Reports the state of the current wave's gates, and the commands that a person can give next.
 
+use serde::Serialize;
+
 use super::describe::lasting;
 use super::gates;
-use super::state::{Member, Millis, Phase, Rollout, Stage, State};
+use super::state::{Millis, Phase, Rollout, Stage};
 
 /// The latest result of a gate in the current wave.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,7 +32,7 @@ pub struct GateStanding {
 }
 
 /// A command that is legal now.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct NextStep {
     pub command: &'static str,
     /// The effect, as the rest of a sentence that begins with the command.
@@ -110,8 +112,7 @@ impl Rollout {
             }
             Phase::Completed => vec![undo()],
             Phase::Reverting(_) => {
-                let is_late = |member: &Member| matches!(&member.state, State::Releasing { why } if !why.is_empty());
-                let late = self.members.iter().any(is_late);
+                let late = self.members.iter().any(|member| member.state.is_stuck());
                 let effect = "gives up a guest that will not answer again; it may keep the \
                               change";
                 late.then(|| step("forget", effect.to_owned()))

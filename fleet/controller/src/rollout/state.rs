@@ -44,6 +44,11 @@ pub enum Phase {
 }
 
 impl Phase {
+    /// Returns whether the rollout is being undone or has ended.
+    pub fn reverts(self) -> bool {
+        matches!(self, Self::Reverting(_) | Self::Ended(_))
+    }
+
     /// Returns whether the rollout owns the keys of its guests, so that no other rollout may plan
     /// with them.
     pub fn is_active(self) -> bool {
@@ -111,7 +116,28 @@ pub enum State {
     Superseded,
 }
 
+/// Why a guest that has lost its record of the claims is not released. Stored rollouts contain this
+/// text, and [`Member::has_no_record`] compares it, so it must not change.
+pub(crate) const NO_RECORD: &str = "the guest confirmed the claims in this boot, and has no record of them \
+                         now; look at its keys, and then give it up with `rollout forget`";
+
 impl State {
+    /// Returns the state of a guest that has lost its record of the claims.
+    pub(crate) fn no_record() -> Self {
+        let why = NO_RECORD.to_owned();
+        Self::Releasing { why }
+    }
+
+    /// Returns whether the plan leaves the guest out, or a later member replaces this one.
+    pub fn is_left_out(&self) -> bool {
+        matches!(self, Self::Skipped { .. } | Self::Superseded)
+    }
+
+    /// Returns whether the guest was asked for its release and has not confirmed it.
+    pub fn is_stuck(&self) -> bool {
+        matches!(self, Self::Releasing { why } if !why.is_empty())
+    }
+
     /// Returns why the guest is not yet as wanted, if the wave does not wait for it any more.
     pub fn late(&self) -> Option<&str> {
         match self {
@@ -199,6 +225,19 @@ impl Member {
         }
     }
 
+    /// Records that the guest has a record of the claims. Their time begins with the first such
+    /// answer.
+    pub(super) fn confirm(&mut self, ttl: Option<Millis>, now: Millis) {
+        self.is_confirmed = true;
+        let expires = ttl.map(|ttl| now.saturating_add(ttl));
+        self.expires = self.expires.or(expires);
+    }
+
+    /// Returns whether the claims have ended by the spec's TTL.
+    pub fn has_expired(&self, now: Millis) -> bool {
+        self.expires.is_some_and(|at| at <= now)
+    }
+
     /// Returns the time for which the latest change stopped the guest; `None` if it was not
     /// changed.
     pub fn pause(&self) -> Option<u64> {
@@ -207,6 +246,11 @@ impl Member {
             State::AsWanted { pause_us } => Some(pause_us),
             _ => self.pause_us,
         }
+    }
+
+    /// Returns whether the guest was asked for its release, and has lost its record of the claims.
+    pub fn has_no_record(&self) -> bool {
+        matches!(&self.state, State::Releasing { why } if why == NO_RECORD)
     }
 
     /// Returns whether the guest may have claims that an abort or undo has to end.
@@ -308,7 +352,8 @@ pub struct Header {
     /// The number of all entries that the timeline ever had, including those it has dropped.
     #[serde(default, skip_serializing_if = "is_default")]
     pub entries: u64,
-    /// The numbers of the latest entries that webhooks have accepted, by the webhooks' names.
+    /// The numbers of the latest entries that webhooks have accepted, by the webhooks' names. If a
+    /// webhook was tried and has accepted none, the number of the entry before the first one.
     #[serde(default, skip_serializing_if = "is_default")]
     pub delivered: BTreeMap<String, u64>,
     /// The gate of the current wave that has paused the rollout.
@@ -331,6 +376,12 @@ pub struct Header {
 }
 
 impl Header {
+    /// Returns the index of the member's wave; `None` if it is in no wave.
+    pub fn wave_of(&self, member: usize) -> Option<usize> {
+        let mut waves = self.waves.iter();
+        waves.position(|wave| wave.members().contains(&member))
+    }
+
     /// Returns the name of the owner of the rollout's claims.
     pub fn owner(&self) -> String {
         format!("rollout/{}/{}", self.name, self.run)

@@ -101,7 +101,7 @@ fn made(pause_us: u64) -> ClaimOutcome {
     ClaimOutcome::Made {
         boot: "boot-1".to_owned(),
         pause_us,
-        expires: None,
+        ttl: None,
     }
 }
 

@@ -56,7 +56,12 @@ impl Rollout {
 
     /// Begins the next wave once every gate has passed after the bake time.
     pub(super) fn gate(&mut self, now: Millis, step: &mut Step) {
-        let wave = &self.header.waves[self.header.wave];
+        let wave = &mut self.header.waves[self.header.wave];
+        if wave.bakes_until.is_some_and(|end| end > now) {
+            // The bake time is over. The clock of the leader that stored its end was ahead.
+            wave.bakes_until = Some(now);
+            self.run.header_changed = true;
+        }
         let (from, members) = (wave.bakes_until.unwrap_or(0), wave.members());
         let Some(external) = self.evaluate(now, step) else {
             return;
@@ -135,7 +140,7 @@ impl Rollout {
     /// Closes a gate on errors as soon as too many guests are not yet as wanted, even before the
     /// wave has settled.
     pub(super) fn check_errors(&mut self, now: Millis) {
-        // After the last wave there is none until the next step ends the rollout.
+        // After the last wave, no wave is current until the next step completes the rollout.
         let is_over = self.header.wave >= self.header.waves.len();
         if self.header.phase != Phase::Running(Stage::Changing) || is_over {
             return;
@@ -151,15 +156,18 @@ impl Rollout {
         let text = format!("gate {} of wave {wave} is closed: {why}", gate + 1);
         let is_added = self.header.waves[self.header.wave].is_added;
         match self.header.policy.gates[gate].on_failure {
-            OnFailure::Pause => {
-                self.enter_for(Event::GateClosed, Phase::Paused, "", now, &text);
-                self.header.closed_gate = Some(gate);
-            }
+            OnFailure::Pause => self.pause_at(gate, &text, now),
             OnFailure::Abort if is_added => self.leave_wave(&text, now),
             OnFailure::Abort => {
                 self.revert_for(Event::GateClosed, End::Aborted, "", now, &text);
             }
         }
+    }
+
+    /// Pauses the rollout because of this gate.
+    pub(super) fn pause_at(&mut self, gate: usize, text: &str, now: Millis) {
+        self.enter_for(Event::GateClosed, Phase::Paused, "", now, text);
+        self.header.closed_gate = Some(gate);
     }
 
     /// Takes an added wave back, and continues with the next one.

@@ -6,7 +6,6 @@ use std::future::Future;
 use patchbay_proto::v1;
 use tonic::Status;
 
-use crate::clock::now;
 use crate::hosts::{Acting, CallError};
 use crate::plan::{Asks, not_made};
 use crate::rollout::{
@@ -260,13 +259,10 @@ fn ended(member: &Member, answer: &v1::SetClaimsResponse) -> ReleaseOutcome {
     let is_confirmed = member.is_confirmed && answer.boot == member.boot;
     // Claims that end by themselves may have ended.
     let are_kept = is_confirmed && member.expires.is_none();
-    if answer.results.is_empty() && are_kept && !answer.repeated {
-        return ReleaseOutcome::Unknown {
-            why:
-                "the guest confirmed the claims in this boot, and has no record of them now; look \
-                  at its keys, and then give it up with `rollout forget`"
-                    .to_owned(),
-        };
+    // A repeat has no results if the service has dropped them, or if there were none to begin with.
+    let may_be_dropped = answer.repeated && !member.has_no_record();
+    if answer.results.is_empty() && are_kept && !may_be_dropped {
+        return ReleaseOutcome::Unknown;
     }
     // The guest's service retries by itself the keys that it could not return at once.
     let is_void = |result: &v1::ClaimResult| result.state() == v1::ClaimState::Void;
@@ -275,26 +271,35 @@ fn ended(member: &Member, answer: &v1::SetClaimsResponse) -> ReleaseOutcome {
     }
 }
 
-fn made(answer: &v1::SetClaimsResponse, ttl_ms: Option<u64>) -> ClaimOutcome {
+fn made(answer: &v1::SetClaimsResponse, ttl: Option<Millis>) -> ClaimOutcome {
     let claimed = answer.results.iter();
-    let mut claimed = claimed.filter(|result| result.want() != v1::ClaimWant::Unspecified);
+    let claimed = claimed.filter(|result| result.want() != v1::ClaimWant::Unspecified);
     let count = claimed.clone().count();
-    let refused = |why| ClaimOutcome::Failed {
-        failure: Failure::Refused,
+    if answer.repeated && count == 0 {
+        return ClaimOutcome::Failed {
+            failure: Failure::Refused,
+            why: "the guest's service no longer has its answer to this call".to_owned(),
+        };
+    }
+    let has_record = |result: &v1::ClaimResult| {
+        use v1::ClaimState::{Missing, Refused, Unspecified};
+        !matches!(result.state(), Refused | Missing | Unspecified)
+    };
+    let has_claims = claimed.clone().any(has_record);
+    let partly = |why| ClaimOutcome::NotMade {
+        has_claims,
+        ttl,
         why,
     };
-    if answer.repeated && count == 0 {
-        return refused("the guest's service no longer has its answer to this call".to_owned());
-    }
-    let not_made: Vec<String> = claimed.by_ref().filter_map(not_made).collect();
+    let not_made: Vec<String> = claimed.filter_map(not_made).collect();
     match &not_made[..] {
         [] => ClaimOutcome::Made {
             boot: answer.boot.clone(),
             pause_us: answer.report.as_ref().map_or(0, pause_us),
-            expires: ttl_ms.map(|ttl| now().saturating_add(ttl)),
+            ttl,
         },
-        [first] => refused(first.clone()),
-        [first, more @ ..] => refused(format!("{first}; and {} more of {count}", more.len())),
+        [first] => partly(first.clone()),
+        [first, more @ ..] => partly(format!("{first}; and {} more of {count}", more.len())),
     }
 }
 
@@ -317,6 +322,46 @@ fn pause_us(report: &v1::FlipReport) -> u64 {
 mod tests {
     use super::*;
     use crate::rollout::State;
+
+    #[test]
+    fn a_guest_that_makes_no_claim_has_no_record() {
+        let outcome = |states: &[v1::ClaimState]| {
+            let result = |state: &v1::ClaimState| v1::ClaimResult {
+                key: "alpha".to_owned(),
+                want: v1::ClaimWant::On.into(),
+                state: (*state).into(),
+                reason: "KEY_GUARDED".to_owned(),
+                ..v1::ClaimResult::default()
+            };
+            let answer = v1::SetClaimsResponse {
+                results: states.iter().map(result).collect(),
+                ..v1::SetClaimsResponse::default()
+            };
+            made(&answer, Some(7))
+        };
+        use v1::ClaimState::{HeldByOthers, Made, Missing, Refused};
+        for (states, expected) in [
+            (&[Refused, Refused][..], false),
+            (&[Refused, Made], true),
+            (&[HeldByOthers], true),
+            (&[Missing], false),
+            (&[Missing, Made], true),
+        ] {
+            match outcome(states) {
+                ClaimOutcome::NotMade {
+                    has_claims,
+                    ttl,
+                    why,
+                } => {
+                    let expected = (expected, Some(7));
+                    assert_eq!((has_claims, ttl), expected, "{states:?}: {why}");
+                    assert!(why.starts_with("key alpha: "), "{why}");
+                }
+                other => panic!("{states:?}: {other:?}"),
+            }
+        }
+        assert!(matches!(outcome(&[Made, Made]), ClaimOutcome::Made { .. }));
+    }
 
     #[test]
     fn an_end_of_claims_that_the_guest_knows_nothing_of_is_not_confirmed() {
@@ -342,11 +387,23 @@ mod tests {
         let made = || vec![result(v1::ClaimState::Made)];
         let here = &member("boot-1", None);
         let lost = ended(here, &answer(vec![], false));
-        assert!(matches!(lost, ReleaseOutcome::Unknown { .. }), "{lost:?}");
+        assert_eq!(lost, ReleaseOutcome::Unknown);
         assert_eq!(ended(here, &answer(made(), false)), released(false));
         let void = vec![result(v1::ClaimState::Void)];
         assert_eq!(ended(here, &answer(void, false)), released(true));
         assert_eq!(ended(here, &answer(vec![], true)), released(false));
+        // The answer to the repeat of a call that found no record either.
+        let again = Member {
+            state: State::no_record(),
+            ..here.clone()
+        };
+        let repeat = ended(&again, &answer(vec![], true));
+        assert_eq!(repeat, ReleaseOutcome::Unknown);
+        let other_boot = v1::SetClaimsResponse {
+            boot: "boot-2".to_owned(),
+            ..answer(vec![], true)
+        };
+        assert_eq!(ended(&again, &other_boot), released(false));
         for other in [
             member("boot-0", None),
             member("boot-1", Some(1)),

@@ -13,8 +13,7 @@ impl Spec {
             ("reason", self.reason.clone()),
         ];
         for (index, wave) in self.waves.0.iter().enumerate() {
-            let name = wave.name.clone();
-            let name = name.unwrap_or_else(|| (index + 1).to_string());
+            let name = wave.name_at(index);
             let size = match wave.size {
                 Size::Count(count) => count.to_string(),
                 Size::Percent(percent) => format!("{percent}%"),

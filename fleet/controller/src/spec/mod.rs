@@ -198,6 +198,14 @@ pub struct Wave {
     pub bake: Duration,
 }
 
+impl Wave {
+    /// Returns the name; the number of the wave if the spec gives none.
+    pub fn name_at(&self, index: usize) -> String {
+        let name = self.name.clone();
+        name.unwrap_or_else(|| (index + 1).to_string())
+    }
+}
+
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MaxConcurrent {

@@ -241,3 +241,12 @@ fn hostile_yaml_is_refused() {
     assert!(Spec::parse(&"[".repeat(100_000)).is_err());
     assert!(Spec::parse("").is_err());
 }
+
+#[test]
+fn a_glob_that_takes_much_memory_is_refused() {
+    for (length, is_taken) in [(512, true), (513, false)] {
+        assert_eq!(Glob::try_from("*?".repeat(length)).is_ok(), is_taken);
+    }
+    let longest = Glob::try_from("*?".repeat(512)).expect("taken");
+    assert!(longest.matches(&"x".repeat(600)));
+}

@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::sync::OnceLock;
 
 use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{Error, IntoDeserializer, MapAccess, SeqAccess, Visitor};
@@ -205,22 +206,28 @@ impl TryFrom<String> for Time {
     }
 }
 
+/// The maximum length of a glob. A glob of this length can always be compiled, so a stored spec
+/// cannot make a leader panic.
+const MAX_GLOB_BYTES: usize = 1024;
+
 /// A glob for names, which may contain `*`, `?` and sets such as `[a-z]`.
 #[derive(Clone, Debug)]
 pub struct Glob {
-    text: String,
-    matcher: globset::GlobMatcher,
+    glob: globset::Glob,
+    /// Compiled at the first use, because a leader parses the specs of all rollouts and uses few.
+    matcher: OnceLock<globset::GlobMatcher>,
 }
 
 impl Glob {
     pub fn matches(&self, name: &str) -> bool {
-        self.matcher.is_match(name)
+        let matcher = self.matcher.get_or_init(|| self.glob.compile_matcher());
+        matcher.is_match(name)
     }
 }
 
 impl PartialEq for Glob {
     fn eq(&self, other: &Self) -> bool {
-        self.text == other.text
+        self.glob == other.glob
     }
 }
 
@@ -228,10 +235,16 @@ impl TryFrom<String> for Glob {
     type Error = String;
 
     fn try_from(text: String) -> Result<Self, String> {
+        if text.len() > MAX_GLOB_BYTES {
+            let bytes = text.len();
+            return Err(format!(
+                "a glob of {bytes} bytes is too long; give at most {MAX_GLOB_BYTES}"
+            ));
+        }
         match globset::Glob::new(&text) {
             Ok(glob) => Ok(Self {
-                text,
-                matcher: glob.compile_matcher(),
+                glob,
+                matcher: OnceLock::new(),
             }),
             Err(error) => Err(error.to_string()),
         }

@@ -14,9 +14,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use hmac::{Hmac, Mac};
 use patchbay_proto::text::hex;
-use sha2::Sha256;
+use ring::hmac;
 
 use crate::store::Write;
 use crate::trusted::{self, Forbidden, NotTrusted};
@@ -33,7 +32,7 @@ const MAC_BYTES: usize = 32;
 #[derive(Clone, Default)]
 pub struct RecordKeys {
     /// The first one signs, and each of them verifies.
-    keys: Arc<[Hmac<Sha256>]>,
+    keys: Arc<[hmac::Key]>,
     adopts: bool,
 }
 
@@ -74,8 +73,8 @@ pub struct Opened<'e> {
     pub value: &'e [u8],
     /// The rollout's random text; `None` if the record is not authenticated.
     pub run: Option<&'e str>,
-    /// True if this controller would write the same record: the first key has signed it, or there
-    /// are no keys.
+    /// True if the record need not be signed again: the first key has signed it, or there are no
+    /// keys.
     pub is_current: bool,
 }
 
@@ -115,8 +114,8 @@ impl RecordKeys {
         };
         for write in &mut writes {
             if let Write::Put { key, value, .. } = write {
-                let mac = mac(signing, key, run, value).finalize().into_bytes();
-                let line = [hex(&mac).as_bytes(), b" ", run.as_bytes(), b"\n"].concat();
+                let mac = hmac::sign(signing, &message(key, run, value));
+                let line = [hex(mac.as_ref()).as_bytes(), b" ", run.as_bytes(), b"\n"].concat();
                 *value = [BEGINNING, &line, value].concat();
             }
         }
@@ -142,7 +141,8 @@ impl RecordKeys {
             return Err(NotAuthentic::NoKey);
         }
         let (found, run, value) = parse(rest).ok_or(NotAuthentic::Wrong)?;
-        let is_of = |one: &Hmac<Sha256>| mac(one, key, run, value).verify_slice(&found).is_ok();
+        let message = message(key, run, value);
+        let is_of = |one: &hmac::Key| hmac::verify(one, &message, &found).is_ok();
         let by = self.keys.iter().position(is_of);
         Ok(Opened {
             value,
@@ -152,27 +152,27 @@ impl RecordKeys {
     }
 }
 
-fn read_key(path: &Path) -> Result<Hmac<Sha256>, NoKey> {
+fn read_key(path: &Path) -> Result<hmac::Key, NoKey> {
     let path = path.to_owned();
     let key = match trusted::read(&path, Forbidden::All, MAX_KEY_BYTES) {
         Ok(key) => key,
         Err(error) => return Err(NoKey::NotTrusted { path, error }),
     };
-    let bytes = key.len();
-    match Hmac::new_from_slice(&key) {
-        Ok(hmac) if bytes >= MIN_KEY_BYTES => Ok(hmac),
-        _ => Err(NoKey::Short { path, bytes }),
+    match key.len() {
+        bytes if bytes < MIN_KEY_BYTES => Err(NoKey::Short { path, bytes }),
+        _ => Ok(hmac::Key::new(hmac::HMAC_SHA256, &key)),
     }
 }
 
-/// Returns the MAC of a record. The lengths make the boundaries between the parts unambiguous.
-fn mac(hmac: &Hmac<Sha256>, key: &str, run: &str, value: &[u8]) -> Hmac<Sha256> {
-    let mut hmac = hmac.clone();
+/// Returns what the MAC of a record covers. The lengths make the boundaries between the parts
+/// unambiguous.
+fn message(key: &str, run: &str, value: &[u8]) -> Vec<u8> {
+    let mut message = Vec::new();
     for part in [PURPOSE, key.as_bytes(), run.as_bytes(), value] {
-        hmac.update(&(part.len() as u64).to_be_bytes());
-        hmac.update(part);
+        message.extend_from_slice(&(part.len() as u64).to_be_bytes());
+        message.extend_from_slice(part);
     }
-    hmac
+    message
 }
 
 /// Splits a record after [`BEGINNING`] into the MAC, the rollout's random text and the value.

@@ -176,7 +176,7 @@ pub struct Loaded {
     pub over: BTreeSet<String>,
     pub leftovers: Vec<Leftover>,
     /// The writes that sign those records again that the first key has not signed.
-    pub resigned: Vec<Write>,
+    pub signed_again: Vec<Write>,
 }
 
 /// The entries of a rollout that was not completely stored, or not completely deleted.
@@ -209,7 +209,9 @@ pub async fn load(store: &dyn Store, keys: &RecordKeys) -> Result<Loaded, StoreE
         match read(&name, &entries, keys) {
             Ok(Some(rollout)) => {
                 let run = &rollout.0.header().run;
-                loaded.resigned.extend(resigned(&name, run, &entries, keys));
+                loaded
+                    .signed_again
+                    .extend(signed_again(&name, run, &entries, keys));
                 loaded.rollouts.push(rollout);
             }
             Ok(None) => {
@@ -240,7 +242,7 @@ fn is_over(name: &str, entries: &[Entry], keys: &RecordKeys) -> bool {
 }
 
 /// Returns the writes that sign a rollout's records with the first key.
-fn resigned(name: &str, run: &str, entries: &[Entry], keys: &RecordKeys) -> Vec<Write> {
+fn signed_again(name: &str, run: &str, entries: &[Entry], keys: &RecordKeys) -> Vec<Write> {
     let mut writes = Vec::new();
     for Entry { key, value, .. } in entries {
         if is_own_key(name, key)

@@ -8,7 +8,7 @@ use patchbay_proto::fleet::v1;
 use super::number;
 use crate::clock::timestamp;
 use crate::plan::diff::Diff;
-use crate::rollout::{Event, GateStanding, Member, NextStep, Phase, Stage, Standing, State};
+use crate::rollout::{Event, GateStanding, Member, NextStep, Phase, Stage, Standing};
 
 /// The maximum number of names of keys that a rollout lists.
 const MAX_NAMES: usize = 50;
@@ -52,9 +52,8 @@ pub fn keys<'m>(members: impl IntoIterator<Item = &'m Member>) -> Vec<v1::Claime
     let mut wanted: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     let mut seen = BTreeSet::new();
     for member in members {
-        let is_left_out = matches!(member.state, State::Skipped { .. } | State::Superseded);
         // Guests with the same kernel share a set.
-        if is_left_out || !seen.insert(member.plan.set.digest()) {
+        if member.state.is_left_out() || !seen.insert(member.plan.set.digest()) {
             continue;
         }
         for claim in member.plan.set.claims() {

@@ -8,13 +8,13 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde::Deserialize;
 
+use crate::names::is_name;
 use crate::spec::Duration;
 use crate::trusted::{self, Forbidden};
 
 /// The maximum size of the file, and of a file with a secret.
 const MAX_FILE_BYTES: u64 = 1 << 16;
 const MAX_WEBHOOKS: usize = 16;
-const MAX_NAME_BYTES: usize = 64;
 /// The prefix of a secret in its file.
 const PREFIX: &str = "whsec_";
 /// The permitted lengths of a secret, in bytes.
@@ -26,9 +26,17 @@ const DEFAULT_CA: &str = "/etc/ssl/certs/ca-certificates.crt";
 
 /// The reason why the webhooks cannot be used.
 #[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
-    #[error("{path}: {why}", path = .path.display())]
-    Wrong { path: PathBuf, why: String },
+#[error("{path}: {why}", path = .path.display())]
+pub struct ConfigError {
+    path: PathBuf,
+    why: String,
+}
+
+impl ConfigError {
+    fn of(path: &Path, why: impl Into<String>) -> Self {
+        let (path, why) = (path.to_owned(), why.into());
+        Self { path, why }
+    }
 }
 
 /// A URL that gets the events of all rollouts.
@@ -66,10 +74,7 @@ struct Fields {
 /// # Errors
 /// [`ConfigError`].
 pub fn read(path: &Path) -> Result<Vec<Webhook>, ConfigError> {
-    let wrong = |why: String| ConfigError::Wrong {
-        path: path.to_owned(),
-        why,
-    };
+    let wrong = |why: String| ConfigError::of(path, why);
     let file: File = serde_yaml_ng::from_str(&text(path, Forbidden::Write)?)
         .map_err(|error| wrong(error.to_string()))?;
     if file.webhooks.len() > MAX_WEBHOOKS {
@@ -95,8 +100,7 @@ pub fn read(path: &Path) -> Result<Vec<Webhook>, ConfigError> {
 
 fn check(fields: Fields) -> Result<Webhook, String> {
     let name = fields.name;
-    let is_letter = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
-    if name.is_empty() || name.len() > MAX_NAME_BYTES || !name.bytes().all(is_letter) {
+    if !is_name(&name, b"-") {
         return Err(format!(
             "{name:?} is not a name of a webhook; give 1 to 64 letters, digits and hyphens"
         ));
@@ -133,19 +137,14 @@ pub(super) fn secret(path: &Path) -> Result<Vec<u8>, ConfigError> {
     let secret = secret.and_then(|secret| STANDARD.decode(secret).ok());
     let secret = secret.filter(|secret| SECRET_BYTES.contains(&secret.len()));
     // The error must not contain the text.
-    secret.ok_or_else(|| ConfigError::Wrong {
-        path: path.to_owned(),
-        why: "it has no secret; write `whsec_` followed by 24 to 64 random bytes in base64"
-            .to_owned(),
+    secret.ok_or_else(|| {
+        let why = "it has no secret; write `whsec_` followed by 24 to 64 random bytes in base64";
+        ConfigError::of(path, why)
     })
 }
 
 fn text(path: &Path, forbidden: Forbidden) -> Result<String, ConfigError> {
-    let wrong = |why: String| ConfigError::Wrong {
-        path: path.to_owned(),
-        why,
-    };
     let content = trusted::read(path, forbidden, MAX_FILE_BYTES);
-    let content = content.map_err(|error| wrong(error.to_string()))?;
-    String::from_utf8(content).map_err(|_| wrong("it is not UTF-8".to_owned()))
+    let content = content.map_err(|error| ConfigError::of(path, error.to_string()))?;
+    String::from_utf8(content).map_err(|_| ConfigError::of(path, "it is not UTF-8"))
 }

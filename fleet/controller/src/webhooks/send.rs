@@ -24,6 +24,10 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
 use super::config::{Webhook, secret};
 use crate::rollout::{Millis, bounded};
+use crate::trusted::{self, Forbidden};
+
+/// The maximum size of a file with CAs.
+const MAX_CA_BYTES: u64 = 4 << 20;
 
 /// Sends the event once. Only a response with a status of 200 to 299 is a success. Redirects are
 /// not followed.
@@ -43,7 +47,7 @@ pub async fn send(webhook: &Webhook, id: &str, body: &str, now: Millis) -> Resul
 }
 
 async fn attempt(webhook: &Webhook, id: &str, body: &str, now: Millis) -> Result<(), String> {
-    let secret = secret(&webhook.secret_file).map_err(|error| error.to_string())?;
+    let (secret, connector) = prepare(webhook).await?;
     let seconds = now / 1000;
     let authority = webhook.url.authority().ok_or("the URL has no host")?;
     let path = webhook.url.path_and_query();
@@ -59,21 +63,31 @@ async fn attempt(webhook: &Webhook, id: &str, body: &str, now: Millis) -> Result
         .header("webhook-signature", signature(&secret, id, seconds, body))
         .body(Full::new(Bytes::copy_from_slice(body.as_bytes())))
         .map_err(|error| error.to_string())?;
-    let is_tls = webhook.url.scheme_str() == Some("https");
-    let port = authority
-        .port_u16()
-        .unwrap_or(if is_tls { 443 } else { 80 });
+    let default_port = if connector.is_some() { 443 } else { 80 };
+    let port = authority.port_u16().unwrap_or(default_port);
     let address = format!("{}:{port}", authority.host());
     let unreachable = |error: io::Error| format!("cannot connect to {address}: {error}");
     let stream = TcpStream::connect(&address).await.map_err(unreachable)?;
-    if !is_tls {
+    let Some(connector) = connector else {
         return post(stream, request).await;
-    }
+    };
     let host = authority.host().trim_matches(['[', ']']).to_owned();
     let name = ServerName::try_from(host).map_err(|error| error.to_string())?;
-    let connector = connector(webhook).map_err(|error| error.to_string())?;
     let stream = connector.connect(name, stream).await;
     post(stream.map_err(unreachable)?, request).await
+}
+
+/// Returns the secret, and what makes TLS connections if the URL needs them. The files are not read
+/// by the leader's task, because it also renews the lease.
+async fn prepare(webhook: &Webhook) -> Result<(Vec<u8>, Option<TlsConnector>), String> {
+    let webhook = webhook.clone();
+    let prepared = tokio::task::spawn_blocking(move || {
+        let secret = secret(&webhook.secret_file).map_err(|error| error.to_string())?;
+        let is_tls = webhook.url.scheme_str() == Some("https");
+        let connector = is_tls.then(|| connector(&webhook)).transpose()?;
+        Ok((secret, connector))
+    });
+    prepared.await.map_err(|error| error.to_string())?
 }
 
 /// Returns the value of `webhook-signature`.
@@ -105,13 +119,14 @@ async fn post(
     }
 }
 
-fn connector(webhook: &Webhook) -> io::Result<TlsConnector> {
+fn connector(webhook: &Webhook) -> Result<TlsConnector, String> {
     let path = &webhook.ca;
-    let wrong = |error: &dyn std::fmt::Display| {
-        io::Error::other(format!("{}: {error}; give a PEM file", path.display()))
-    };
+    let wrong =
+        |error: &dyn std::fmt::Display| format!("{}: {error}; give a PEM file", path.display());
     let mut roots = RootCertStore::empty();
-    for certificate in CertificateDer::pem_file_iter(path).map_err(|error| wrong(&error))? {
+    let text =
+        trusted::read(path, Forbidden::Write, MAX_CA_BYTES).map_err(|error| wrong(&error))?;
+    for certificate in CertificateDer::pem_slice_iter(&text) {
         let certificate = certificate.map_err(|error| wrong(&error))?;
         // The system's file may contain certificates that this library does not accept.
         let _ = roots.add(certificate);
@@ -121,7 +136,7 @@ fn connector(webhook: &Webhook) -> io::Result<TlsConnector> {
     }
     let config = ClientConfig::builder_with_provider(Arc::new(default_provider()))
         .with_safe_default_protocol_versions()
-        .map_err(io::Error::other)?
+        .map_err(|error| error.to_string())?
         .with_root_certificates(roots)
         .with_no_client_auth();
     Ok(TlsConnector::from(Arc::new(config)))

@@ -174,6 +174,9 @@ fn what_the_timeline_has_dropped_is_counted_and_what_is_too_old_for_a_new_webhoo
     header.delivered = [("pager".to_owned(), 3)].into();
     let found = first_of(&header, "pager", u64::MAX, late).expect("due");
     assert_eq!((found.0.number, found.1), (7, 3), "it was tried before");
+    header.delivered = [("pager".to_owned(), 0)].into();
+    let found = first_of(&header, "pager", u64::MAX, late).expect("due");
+    assert_eq!((found.0.number, found.1), (7, 6), "and accepted nothing");
 }
 
 #[test]

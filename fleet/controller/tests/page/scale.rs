@@ -4,6 +4,7 @@
 
 use patchbay_fleet::hosts::HostEndpoint;
 use patchbay_fleet::runner::Command;
+use rustix::process::{Resource, getrlimit, setrlimit};
 use serde_json::json;
 
 use super::browser::{Browser, program};
@@ -17,6 +18,10 @@ const SHOWN: usize = 64;
 #[tokio::test(flavor = "multi_thread")]
 async fn a_thousand_hosts_are_shown_in_pages() {
     let Some(program) = program() else { return };
+    // Every host has a connection.
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    setrlimit(Resource::Nofile, limit).expect("a process may raise its limit");
     let fleet = Fleet::start(HOSTS, 1).await;
     // The lease is long, because planning a thousand guests in one process can delay a renewal.
     let replica = fleet.replica_with("one", PATIENCE);

@@ -99,6 +99,7 @@ async fn patchbayd() {
         metrics: None,
         guests: patchbay_node::guests::Guests::default(),
         attach: patchbay_node::attach::Attach::default(),
+        autopsies: None,
         registry,
     };
     let terminate = tokio::signal::unix::SignalKind::terminate();

@@ -110,7 +110,7 @@ fn issue_controller(folder: &std::path::Path, valid: time::Duration) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_certificate_that_expires_pauses_the_rollout_until_it_is_renewed() {
-    const VALID: Duration = Duration::from_secs(15);
+    const VALID: Duration = Duration::from_secs(30);
     let Some(mut fleet) = ProcessFleet::start(1, 1, 3, &[0]).await else {
         return;
     };

@@ -2,8 +2,9 @@
 //! Tests guests that differ from the state in which a rollout left them.
 
 use patchbay_fleet::drift::{Action, Cause, Report, drift};
-use patchbay_fleet::rollout::Phase;
-use patchbay_fleet::runner::Running;
+use patchbay_fleet::rollout::{Member, Phase};
+use patchbay_fleet::runner::{Running, now};
+use patchbay_proto::v1;
 
 use super::support::{Fleet, PATIENCE, Replica, is_over, spec, wait_for};
 
@@ -57,6 +58,53 @@ async fn each_kind_of_drift_is_told_apart_and_only_a_key_is_fixed() {
     assert_eq!(causes, [Cause::Bytes, Cause::Unreachable]);
 }
 
+/// Checks that a guest is fixed whose service has seen a later generation than the one that the
+/// rollout had when the guest was compared.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_that_has_seen_a_later_generation_is_fixed() {
+    let fleet = Fleet::start(1, 1).await;
+    let replica = fleet.replica("one");
+    let running = replica.start("net", &spec("waves: [{size: rest}]")).await;
+    assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
+    let leads = replica.lead().await;
+    let host = leads.hosts().get("host-0").expect("known");
+    let request = v1::SetClaimsRequest {
+        guest: "web-0".to_owned(),
+        owner: running.asks.owner.clone(),
+        generation: 7,
+        ..v1::SetClaimsRequest::default()
+    };
+    host.set_claims(request, "alice").await.expect("ended");
+    assert_eq!(fleet.counts("alpha"), [0]);
+    let report = compare(&replica, &running, Action::Fix).await;
+    assert_eq!(found(&report), [("web-0", Cause::Key, None)]);
+    assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
+    assert_eq!(fleet.counts("alpha"), [1]);
+}
+
+/// Checks a rollout whose plan is older than the time for which its claims last.
+#[tokio::test(flavor = "multi_thread")]
+async fn claims_expire_by_the_time_at_which_they_were_made() {
+    let fleet = Fleet::start(1, 1).await;
+    let replica = fleet.replica("one");
+    let text = spec("waves: [{size: rest}]\nttl: 1h");
+    let running = replica.start("net", &text).await;
+    assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
+    drop(running);
+    drop(replica);
+    let key = "rollouts/net/header";
+    let header = fleet.store.get(key).await.expect("read").expect("planned");
+    let mut header: serde_json::Value = serde_json::from_slice(&header.value).expect("JSON");
+    assert!(header["created"].as_u64().is_some(), "{header}");
+    header["created"] = 1.into();
+    fleet.put(key, &header.to_string()).await;
+    let replica = fleet.replica("two");
+    let running = replica.lead().await.rollout("net").expect("stored");
+    fleet.guests[0].set_count("alpha", 0);
+    let report = compare(&replica, &running, Action::Report).await;
+    assert_eq!(found(&report), [("web-0", Cause::Key, None)]);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn references_that_end_with_their_time_are_no_drift() {
     let fleet = Fleet::start(1, 2).await;
@@ -64,13 +112,22 @@ async fn references_that_end_with_their_time_are_no_drift() {
     let text = spec("waves: [{size: rest}]\nttl: 1s");
     let running = replica.start("net", &text).await;
     assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
+    let leads = replica.lead().await;
+    let host = leads.hosts().get("host-0").expect("known");
     let expired = async {
-        while fleet.counts("alpha") != [0, 0] {
+        for guest in ["web-0", "web-1"] {
+            let owner = &running.asks.owner;
+            while host.boot(guest, owner).await.expect("it answers").1 {}
+        }
+        // The controller's time begins with the answer, so it ends after the guest's.
+        let has_expired = |member: &Member| member.has_expired(now());
+        while !running.rollout().members().iter().all(has_expired) {
             tokio::task::yield_now().await;
         }
     };
     let expired = tokio::time::timeout(PATIENCE, expired).await;
     expired.expect("the references are released");
+    assert_eq!(fleet.counts("alpha"), [0, 0]);
     let report = compare(&replica, &running, Action::Report).await;
     assert_eq!((found(&report), report.compared), (vec![], 2));
 }

@@ -59,7 +59,9 @@ async fn a_monitor_without_permission_refuses_a_guarded_key_in_spite_of_consent(
     let error = leads.plan("net", &text, "alice").await.err();
     let error = error.expect("refused").to_string();
     assert!(
-        error.contains("key guarded is guarded, and its monitor was started without permission"),
+        error.contains(
+            "key guarded is guarded, and its monitor was started without --allow-guarded"
+        ),
         "{error}"
     );
 }

@@ -94,11 +94,6 @@ fn beta(text: &str) -> String {
     text.replace("alpha", "beta")
 }
 
-async fn put(fleet: &Fleet, key: &str, value: &str) {
-    let put = Transaction::new().put(key, value);
-    fleet.store.commit(put).await.expect("written");
-}
-
 /// Waits until the leader has no rollout of this name in service.
 async fn wait_until_gone(replica: &Replica, name: &str) {
     let mut changes = replica.controller.changes();
@@ -141,8 +136,10 @@ async fn a_rollout_that_cannot_be_read_does_not_stop_the_others() {
     wait_for(&running, baking).await;
     first.start("broken", &beta(&text)).await;
     drop(first);
-    put(&fleet, "rollouts/broken/members/00000001", "not JSON").await;
-    put(&fleet, "rollouts/foreign/header", "not JSON").await;
+    fleet
+        .put("rollouts/broken/members/00000001", "not JSON")
+        .await;
+    fleet.put("rollouts/foreign/header", "not JSON").await;
 
     let second = fleet.replica("two");
     let leads = second.lead().await;
@@ -189,7 +186,7 @@ async fn a_rollout_that_cannot_be_read_does_not_stop_the_others() {
     assert!(kept.is_some());
 
     // Its records go to a file, and its guests stay as they are.
-    put(&fleet, "rollouts/broken/a/newer/key", "x").await;
+    fleet.put("rollouts/broken/a/newer/key", "x").await;
     let before = fleet.counts("beta");
     let (one, two) = tokio::join!(
         leads.delete_unreadable("broken", "alice"),
@@ -339,7 +336,7 @@ async fn a_rollout_is_deleted_only_while_no_guest_has_its_changes() {
     tell(&running, Command::Undo).await;
     let undone = |phase| phase == Phase::Ended(End::Undone);
     wait_for(&running, undone).await;
-    put(&fleet, "rollouts/net/notes", "x").await;
+    fleet.put("rollouts/net/notes", "x").await;
     let file = running
         .delete("alice")
         .await
@@ -396,7 +393,7 @@ async fn what_has_ended_is_deleted_after_its_time_and_what_is_left_is_swept() {
         .await
         .expect("planned");
     drop(replica);
-    put(&fleet, "rollouts/half/members/00000000", "x").await;
+    fleet.put("rollouts/half/members/00000000", "x").await;
     let half = async || {
         let left = fleet.store.range("rollouts/half/").await.expect("read");
         left.entries.len()

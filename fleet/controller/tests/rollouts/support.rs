@@ -15,7 +15,7 @@ use patchbay_fleet::leader::Leader;
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
 use patchbay_fleet::storage::{Archive, RecordKeys};
-use patchbay_fleet::store::{EmbeddedStore, Store};
+use patchbay_fleet::store::{EmbeddedStore, Store, Transaction};
 use patchbay_fleet::webhooks::Webhook;
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
@@ -196,6 +196,12 @@ impl Fleet {
         let runs = Arc::clone(&controller);
         let task = tokio::spawn(async move { runs.run().await });
         Replica { controller, task }
+    }
+
+    /// Stores a record.
+    pub async fn put(&self, key: &str, value: &str) {
+        let put = Transaction::new().put(key, value);
+        self.store.commit(put).await.expect("written");
     }
 
     pub fn counts(&self, key: &str) -> Vec<i32> {

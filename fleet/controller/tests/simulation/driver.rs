@@ -2,21 +2,23 @@
 //! A driver of the rollout: step, save, send. It can be killed or stopped between any two of them,
 //! as `runner::Running::run` can.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
+use patchbay_fleet::clock::TOLERANCE;
 use patchbay_fleet::plan::Asks;
 use patchbay_fleet::rollout::{Action, GateAnswer, Health, Millis, NotLegal, Rollout};
-use patchbay_fleet::runner::Command;
 use patchbay_fleet::runner::guests::{Answered, Outcome, check, claim, release};
+use patchbay_fleet::runner::{Command, wait};
 use patchbay_fleet::spec::Spec;
-use patchbay_fleet::storage;
+use patchbay_fleet::storage::{self, RecordKeys};
 use patchbay_fleet::store::{Fence, StoreError, Write, commit_all};
 
 use super::store::Fault;
+use super::waves::{Answer, Asked, check_jump};
 use super::world::{Event, World};
 
 /// The time between two attempts to reach the store.
@@ -26,7 +28,8 @@ type Task = Pin<Box<dyn Future<Output = Outcome> + Send>>;
 
 pub enum Input {
     Outcome(Outcome),
-    Command(Command),
+    /// A command of a person.
+    Command(Command, &'static str),
     /// The registry has changed.
     Look,
 }
@@ -52,6 +55,12 @@ pub enum Stage {
 /// The time in which one replica leads. Its drivers are killed and stopped together.
 pub struct Term {
     fence: Fence,
+    /// The difference between the replica's wall clock and the right time.
+    pub clock: i64,
+    /// The keys by which the replica signs and verifies records.
+    keys: RecordKeys,
+    /// Its keys verify no record, so it runs no rollout.
+    is_blind: bool,
     /// The time until which it does nothing.
     pub stopped_until: Millis,
     /// The time at which it notices that it no longer leads.
@@ -62,19 +71,28 @@ pub struct Driver {
     pub id: u32,
     pub term: u32,
     pub rollout: Rollout,
-    spec: Spec,
+    pub spec: Spec,
     asks: Arc<Asks>,
     stage: Stage,
     pub inbox: VecDeque<Input>,
     tasks: Vec<Task>,
     /// The commands whose effects are not saved yet.
-    replies: Vec<(Command, Result<(), NotLegal>)>,
+    pub replies: Vec<(Command, Result<(), NotLegal>)>,
+    /// The latest answers to the gates, by wave and gate.
+    pub gates: BTreeMap<(usize, usize), Asked>,
+    /// The right time at which it steps again.
     wake_at: Option<Millis>,
+    /// The difference of its clock from the right time when it read the clock last.
+    pub clock: i64,
+    /// The number of the latest entry of the timeline that is in the store.
+    pub saved_entries: u64,
 }
 
 impl Driver {
-    fn new(id: u32, term: u32, rollout: Rollout, spec: Spec) -> Self {
+    fn new(id: u32, term: u32, clock: i64, rollout: Rollout, spec: Spec) -> Self {
         Self {
+            clock,
+            saved_entries: rollout.header().entries,
             id,
             term,
             asks: Arc::new(Asks::new(rollout.header(), &spec)),
@@ -84,7 +102,18 @@ impl Driver {
             inbox: VecDeque::new(),
             tasks: Vec::new(),
             replies: Vec::new(),
+            gates: BTreeMap::new(),
             wake_at: Some(0),
+        }
+    }
+
+    /// Reports a jump of the clock to the rollout, as `Running::follow` does.
+    fn follow(&mut self, clock: i64) {
+        let by = clock - std::mem::replace(&mut self.clock, clock);
+        if by.abs() > TOLERANCE {
+            let before = self.rollout.clone();
+            self.rollout.clock_jumped(by);
+            check_jump(&before, &self.rollout, by);
         }
     }
 
@@ -116,10 +145,10 @@ impl Driver {
                     }
                 }
             }
-            Input::Command(command) => {
+            Input::Command(command, person) => {
                 let result = command
                     .clone()
-                    .apply(&mut self.rollout, &self.spec, "person", now);
+                    .apply(&mut self.rollout, &self.spec, person, now);
                 self.replies.push((command, result));
             }
             Input::Look => self.rollout.look_again(None),
@@ -146,7 +175,7 @@ impl World {
             return;
         }
         driver.poll();
-        self.dispatch(id);
+        self.dispatch(&driver);
         let is_idle = matches!(driver.stage, Stage::Idle);
         let is_due = driver.wake_at.is_some_and(|at| at <= self.now);
         if is_idle && driver.inbox.is_empty() && !is_due {
@@ -249,12 +278,14 @@ impl World {
 
     /// Makes the next part of the loop. Returns false if the driver ends.
     fn proceed(&mut self, driver: &mut Driver) -> bool {
-        let now = self.now;
+        driver.follow(self.terms[&driver.term].clock);
+        let now = self.now.saturating_add_signed(driver.clock);
         driver.stage = match std::mem::replace(&mut driver.stage, Stage::Idle) {
             Stage::Idle => {
                 driver.take_inputs(now);
                 let step = driver.rollout.step(now);
-                driver.wake_at = step.wake_at;
+                // A wait is measured by the monotonic clock.
+                driver.wake_at = step.wake_at.map(|at| self.now + wait(at, now));
                 Stage::Stepped {
                     actions: step.actions,
                     at: now,
@@ -262,6 +293,8 @@ impl World {
             }
             Stage::Stepped { actions, at } => {
                 let writes = storage::changed(&mut driver.rollout);
+                let run = &driver.rollout.header().run;
+                let writes = self.terms[&driver.term].keys.signed(run, writes);
                 return self.save(driver, actions, at, writes);
             }
             Stage::Saving {
@@ -275,7 +308,7 @@ impl World {
                 Some(action) => {
                     self.perform(driver, action);
                     driver.poll();
-                    self.dispatch(driver.id);
+                    self.dispatch(driver);
                     Stage::Sending { actions }
                 }
                 None => Stage::Idle,
@@ -299,7 +332,11 @@ impl World {
                 &writes,
             );
             match self.runtime.block_on(saved) {
-                Ok(()) => self.check_saved(&driver.rollout, at),
+                Ok(()) => {
+                    driver.saved_entries = driver.rollout.header().entries;
+                    self.check_saved(driver, at);
+                    self.notify_soon(driver.term);
+                }
                 Err(StoreError::Unavailable(_)) => {
                     driver.stage = Stage::Saving {
                         actions,
@@ -402,13 +439,15 @@ impl World {
                 self.hand_in(driver.id, outcome);
             }
             Action::RunGate { wave, gate, asked } => {
-                let answer = match self.strikes("gate failed", self.rates.gate) {
-                    true => GateAnswer::Failed("closed".to_owned()),
-                    false if self.strikes("gate inconclusive", self.rates.gate) => {
-                        GateAnswer::Inconclusive("no answer".to_owned())
+                let (known, answer) = match self.strikes("gate failed", self.rates.gate) {
+                    true => (Answer::Failed, GateAnswer::Failed("closed".to_owned())),
+                    false if self.strikes("gate inconclusive", self.rates.unclear) => {
+                        let why = "no answer".to_owned();
+                        (Answer::Inconclusive, GateAnswer::Inconclusive(why))
                     }
-                    false => GateAnswer::Passed,
+                    false => (Answer::Passed, GateAnswer::Passed),
                 };
+                self.asked(driver, wave, gate, known);
                 let outcome = Outcome::Gate {
                     wave,
                     gate,
@@ -438,17 +477,38 @@ impl World {
         let fence = self.new_fence();
         let term = self.terms_made;
         self.terms_made += 1;
+        let is_blind = self.keys.is_signing() && self.strikes("other record key", self.rates.key);
+        let keys = match is_blind {
+            true => self.keys.other(),
+            false => self.keys.right(),
+        };
+        let clock = self.draw_clock();
         self.terms.insert(
             term,
             Term {
-                fence,
+                fence: fence.clone(),
+                clock,
+                keys,
+                is_blind,
                 stopped_until: 0,
                 ends_at: None,
             },
         );
         self.leader = Some(term);
         self.trace(|| format!("term {term} leads"));
-        for (rollout, spec) in self.load() {
+        if is_blind {
+            self.check_blind();
+            let wait = self.rng.u64(1_000..60_000);
+            self.schedule(wait, Event::Resign(term));
+            return;
+        }
+        let loaded = self.load_all();
+        // A rollout of which one record is signed by the former key may have others by the new one.
+        let signed = commit_all(self.store.as_ref(), &fence, &loaded.signed_again);
+        self.runtime.block_on(signed).expect("it leads");
+        self.keys.are_signed();
+        self.notify_soon(term);
+        for (rollout, spec) in loaded.rollouts {
             // A driver may have been killed after the store took its change, and before it knew.
             self.oracle.loaded(&rollout);
             self.start_driver(term, rollout, spec);
@@ -466,26 +526,31 @@ impl World {
                 header.name, header.phase
             )
         });
+        let clock = self.terms[&term].clock;
         self.drivers
-            .insert(id, Driver::new(id, term, rollout, spec));
+            .insert(id, Driver::new(id, term, clock, rollout, spec));
         self.schedule(0, Event::Drive(id));
     }
 
-    /// Returns the fence of the leader, if there is one that is not stopped.
-    pub fn leader_fence(&self) -> Option<(u32, Fence)> {
+    /// Returns the leader's fence and record keys, if there is one that is not stopped and can
+    /// read the rollouts.
+    pub fn leader_fence(&self) -> Option<(u32, Fence, RecordKeys)> {
         let id = self.leader?;
         let term = &self.terms[&id];
-        (term.stopped_until <= self.now).then(|| (id, term.fence.clone()))
+        let plans = term.stopped_until <= self.now && !term.is_blind;
+        plans.then(|| (id, term.fence.clone(), term.keys.clone()))
     }
 
-    /// Returns the rollouts that are stored.
-    pub fn load(&mut self) -> Vec<(Rollout, Spec)> {
-        let loaded = self.runtime.block_on(storage::load(
-            self.store.as_ref(),
-            &storage::RecordKeys::default(),
-        ));
-        let loaded = loaded.expect("the store is reached");
-        assert_eq!(loaded.unreadable, [], "every record can be read");
-        loaded.rollouts
+    /// Ends the term of a replica that runs no rollout, and elects another.
+    pub fn resign(&mut self, term: u32) {
+        if self.leader == Some(term) {
+            self.end_term(term);
+            self.elect();
+        }
+    }
+
+    /// Returns whether the leader runs no rollout.
+    pub fn is_blind(&self) -> bool {
+        self.leader.is_some_and(|term| self.terms[&term].is_blind)
     }
 }

@@ -4,9 +4,10 @@
 use std::collections::BTreeMap;
 
 use fastrand::Rng;
+use patchbay_fleet::clock::TOLERANCE;
 use patchbay_fleet::rollout::{Millis, Want};
 
-use super::guest::{EARLY, KEYS, LATE};
+use super::guest::{EARLY, KEYS, Kind, LATE};
 use super::world::{Event, World};
 
 /// Chances in a thousand. A run has only some kinds of faults, so that each kind is also tried
@@ -23,6 +24,9 @@ pub struct Rates {
     pub lease: u32,
     pub store: u32,
     pub gate: u32,
+    pub unclear: u32,
+    pub key: u32,
+    pub hook: u32,
 }
 
 impl Rates {
@@ -43,6 +47,9 @@ impl Rates {
             lease: rate(30),
             store: rate(200),
             gate: rate(200),
+            unclear: rate(900),
+            key: rate(500),
+            hook: rate(400),
         }
     }
 }
@@ -54,14 +61,36 @@ pub enum WorldFault {
     /// The guest's own code changes a key.
     Change,
     Move,
+    /// The disk of a guest's ledger is full for some time.
+    FillDisk,
+    /// The clock of a controller jumps.
+    Clock,
+    /// The controllers begin to use another record key.
+    RotateKey,
+    /// Other people have rights.
+    Rights,
+    /// The guest boots into another kernel.
+    Kernel,
+    /// The host loses a guest's ledger.
+    LoseLedger,
 }
 
-pub const WORLD_FAULTS: [WorldFault; 4] = [
+pub const WORLD_FAULTS: [WorldFault; 10] = [
     WorldFault::Reboot,
     WorldFault::KillService,
     WorldFault::Change,
     WorldFault::Move,
+    WorldFault::FillDisk,
+    WorldFault::Clock,
+    WorldFault::RotateKey,
+    WorldFault::Rights,
+    WorldFault::Kernel,
+    WorldFault::LoseLedger,
 ];
+
+/// The longest jump of a clock, in milliseconds: three hours, so that a wait which the clock made
+/// longer does not end in the run.
+const MAX_JUMP: i64 = 10_800_000;
 
 impl World {
     /// Lets a fault happen to a guest.
@@ -71,7 +100,15 @@ impl World {
         }
         let index = self.rng.usize(0..self.guests.len());
         match fault {
-            WorldFault::Reboot => self.reboot(index),
+            WorldFault::Reboot => {
+                let kinds = self.guests[index].kinds.clone();
+                self.reboot(index, kinds);
+            }
+            WorldFault::Kernel => {
+                let kinds = self.draw_kernel();
+                self.trace(|| format!("another kernel: {kinds:?}"));
+                self.reboot(index, kinds);
+            }
             WorldFault::KillService => {
                 if self.guests[index].is_served() {
                     self.count("service killed");
@@ -84,7 +121,8 @@ impl World {
             WorldFault::Change => {
                 let key = KEYS[self.rng.usize(0..KEYS.len())];
                 let guest = &mut self.guests[index];
-                if guest.is_namesake {
+                let is_fixed = matches!(guest.kind(key), Kind::Sealed | Kind::Missing);
+                if guest.is_namesake || is_fixed {
                     return;
                 }
                 let before = guest.vm.count(key);
@@ -98,14 +136,76 @@ impl World {
                 self.trace(|| format!("guest {index} changes {key} from {before} to {count}"));
             }
             WorldFault::Move => self.depart(index),
+            WorldFault::FillDisk => {
+                self.count("disk of a ledger full");
+                self.trace(|| format!("the disk of guest {index} is full"));
+                self.guests[index].fill_disk(true);
+                let wait = self.rng.u64(1..60_000);
+                self.schedule(wait, Event::FreeDisk(index));
+            }
+            WorldFault::Clock => self.jump(),
+            WorldFault::RotateKey => {
+                if self.keys.rotate() {
+                    self.count("record key replaced");
+                    self.trace(|| "the controllers get another record key".to_owned());
+                }
+            }
+            WorldFault::Rights => self.change_rights(),
+            WorldFault::LoseLedger => {
+                let guest = &mut self.guests[index];
+                // Little is promised of such a guest, so the others never lose theirs.
+                if index == 0 && guest.is_served() && !guest.is_full {
+                    guest.lose_ledger(&self.runtime, self.now);
+                    self.count("ledger lost");
+                    self.trace(|| format!("the ledger of guest {index} is lost"));
+                }
+            }
         }
     }
 
-    fn reboot(&mut self, index: usize) {
+    /// Returns the difference of a new leader's clock from the right time.
+    pub fn draw_clock(&mut self) -> i64 {
+        match self.is_quiet {
+            true => 0,
+            false => self.rng.i64(-2_000..2_000),
+        }
+    }
+
+    /// Sets the leader's clock. Short steps are those of a clock that is slewed.
+    fn jump(&mut self) {
+        let most = if self.rng.bool() { TOLERANCE } else { MAX_JUMP };
+        let by = self.rng.i64(-most..=most);
+        let Some(leader) = self.leader else {
+            return;
+        };
+        self.count("clock of a controller set");
+        self.is_clock_set = true;
+        self.trace(|| format!("the clock of term {leader} jumps by {by} ms"));
+        let clock = &mut self.terms.get_mut(&leader).expect("it leads").clock;
+        *clock = (*clock + by).clamp(-MAX_JUMP, MAX_JUMP);
+    }
+
+    /// Returns the kinds of the keys of a kernel that are not plain.
+    fn draw_kernel(&mut self) -> BTreeMap<&'static str, Kind> {
+        let mut kinds = BTreeMap::new();
+        for key in KEYS {
+            let (kind, fault) = match self.rng.u32(0..9) {
+                0 => (Kind::Guarded, "key became guarded"),
+                1 => (Kind::Sealed, "key became sealed"),
+                2 => (Kind::Missing, "key became missing"),
+                _ => continue,
+            };
+            self.count(fault);
+            kinds.insert(key, kind);
+        }
+        kinds
+    }
+
+    fn reboot(&mut self, index: usize, kinds: BTreeMap<&'static str, Kind>) {
         let is_in_place = self.rng.bool();
         self.count("guest rebooted");
         self.trace(|| format!("guest {index} boots again, in place: {is_in_place}"));
-        self.guests[index].reboot(is_in_place);
+        self.guests[index].reboot(is_in_place, kinds);
         match self.guests[index].is_served() {
             true => self.claim_early(index),
             false => {
@@ -144,11 +244,18 @@ impl World {
     /// Makes the claims that another owner makes first in each boot.
     pub fn claim_early(&mut self, index: usize) {
         let guest = &mut self.guests[index];
-        if guest.claimed_in < guest.boots {
-            guest.claimed_in = guest.boots;
+        if guest.claimed_in < guest.boots && guest.is_served() {
             let early = guest.early.clone();
-            guest.claim_as(&self.runtime, self.now, EARLY, &early);
+            if guest.claim_as(&self.runtime, self.now, EARLY, &early) {
+                guest.claimed_in = guest.boots;
+            }
         }
+    }
+
+    /// Gives the disk of a guest's ledger room again.
+    pub fn free_disk(&mut self, index: usize) {
+        self.guests[index].fill_disk(false);
+        self.claim_early(index);
     }
 
     /// Lets another owner replace its claims on a guest.
@@ -169,9 +276,9 @@ impl World {
         if guest.is_namesake || !guest.is_served() {
             return;
         }
-        guest.claim_as(&self.runtime, self.now, owner, &wants);
-        let made = guest.others[owner].clone();
-        self.trace(|| format!("{owner} claims {made:?} on guest {index}"));
+        let is_changed = guest.claim_as(&self.runtime, self.now, owner, &wants);
+        let made = guest.others.get(owner).cloned().unwrap_or_default();
+        self.trace(|| format!("{owner} claims {made:?} on guest {index}: {is_changed}"));
     }
 }
 

@@ -38,6 +38,18 @@ impl GuestRequests for Unserved {
     }
 }
 
+/// The treatment of a key by the guest's kernel and its service.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Plain,
+    /// Changed only with the consent of the service and of the caller.
+    Guarded,
+    /// Read-only since the kernel has booted.
+    Sealed,
+    /// The kernel has no such key.
+    Missing,
+}
+
 /// The time at which the service is killed during a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kill {
@@ -74,6 +86,10 @@ pub struct Guest {
     /// Another guest of the same name as one of the rollout's.
     pub is_namesake: bool,
     pub vm: Arc<InMemoryGuest>,
+    /// The keys that are not plain in the kernel that runs.
+    pub kinds: BTreeMap<&'static str, Kind>,
+    /// The service consents to changes of guarded keys.
+    pub allows_guarded: bool,
     /// The counts of the keys at boot.
     pub original: BTreeMap<&'static str, i32>,
     /// The number of boots.
@@ -86,16 +102,47 @@ pub struct Guest {
     pub early: BTreeMap<&'static str, Want>,
     /// The claims of other owners, by owner.
     pub others: BTreeMap<&'static str, BTreeMap<&'static str, Want>>,
+    /// The times at which claims end by themselves, by owner.
+    pub ends: BTreeMap<String, Ends>,
+    /// The speed of the service's clock, in halves.
+    pub speed: u64,
+    /// The disk of the ledger is full.
+    pub is_full: bool,
+    /// The owners whose claims were lost with the ledger in this boot, if it was lost. Nothing can
+    /// return their keys.
+    pub orphans: Option<BTreeSet<String>>,
+    /// The owners whose release was answered again, without results, since the ledger was lost.
+    pub repeats: BTreeSet<String>,
+    /// The number of boots and of ledgers lost. The service remembers nothing of an earlier one.
+    pub epoch: u32,
     generation: u64,
     tables: KernelTables,
     service: Option<Service>,
     clock: Arc<ManualClock>,
     shown: Millis,
+    /// The service has handled everything that is due at the time that its clock shows.
+    is_settled: bool,
     copies: Arc<Mutex<Copies>>,
 }
 
+/// The times between which the claims of an owner end by themselves.
+#[derive(Clone, Copy, Debug)]
+pub struct Ends {
+    ttl: Millis,
+    earliest: Millis,
+    latest: Millis,
+}
+
+/// The inaccuracy of those times.
+const TICK: Millis = 1_000;
+
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the right time that passes while a clock of this speed, in halves, advances by `ttl`.
+fn in_time(ttl: Millis, speed: u64) -> Millis {
+    ttl * 2 / speed
 }
 
 impl Guest {
@@ -109,7 +156,7 @@ impl Guest {
     ) -> Self {
         let vm = InMemoryGuest::named(Arc::new(Unserved), name);
         vm.set_boot(number << 16);
-        vm.run(&keys(&original));
+        vm.run(&keys(&original, &BTreeMap::new()));
         let copies = Arc::new(Mutex::new(Copies {
             path: folder.join(format!("{number}.ledger")),
             ..Copies::default()
@@ -126,26 +173,44 @@ impl Guest {
             is_namesake: false,
             tables: found(&vm),
             vm,
+            kinds: BTreeMap::new(),
+            allows_guarded: number % 2 == 0,
             original,
             boots: 1,
             claimed_in: 0,
             changed: BTreeSet::new(),
             early: BTreeMap::new(),
             others: BTreeMap::new(),
+            ends: BTreeMap::new(),
+            speed: 2,
+            is_full: false,
+            orphans: None,
+            repeats: BTreeSet::new(),
+            epoch: 1,
             generation: 0,
             service: None,
             clock: ManualClock::new(),
             shown: 0,
+            is_settled: false,
             copies,
         };
-        guest.start();
+        guest.start(0);
         guest
     }
 
     /// Starts the service, which adopts the ledger of the one before it.
-    pub fn start(&mut self) {
+    pub fn start(&mut self, now: Millis) {
         if self.service.is_some() {
             return;
+        }
+        // The ledger has the host's wall clock, which the simulation does not advance: it is as if
+        // that clock was set back by the time since the claims were made.
+        self.clock = ManualClock::new();
+        self.shown = now / TICK * TICK;
+        self.is_settled = false;
+        let speed = self.speed;
+        for ends in self.ends.values_mut() {
+            ends.latest = ends.latest.max(now + in_time(ends.ttl, speed));
         }
         let registry = Arc::new(Registry::default());
         registry.attach(self.vm.ram().clone());
@@ -156,6 +221,7 @@ impl Guest {
         let config = KeysConfig {
             ledger: Some(ledger),
             clock: Arc::<ManualClock>::clone(&self.clock),
+            allow_guarded: self.allows_guarded,
             ..KeysConfig::default()
         };
         let vm = Arc::clone(&self.vm);
@@ -179,15 +245,22 @@ impl Guest {
         self.service.is_some()
     }
 
-    /// Boots the guest again. Its service goes on if `in_place`, and is started again otherwise.
-    pub fn reboot(&mut self, in_place: bool) {
-        assert_eq!(self.vm.register(&keys(&self.original)), 0);
+    /// Boots the guest again, into a kernel with keys of these kinds. Its service goes on if
+    /// `in_place`, and is started again otherwise.
+    pub fn reboot(&mut self, in_place: bool, kinds: BTreeMap<&'static str, Kind>) {
+        self.kinds = kinds;
+        assert_eq!(self.vm.register(&keys(&self.original, &self.kinds)), 0);
         self.tables = found(&self.vm);
         self.boots += 1;
+        self.epoch += 1;
+        self.orphans = None;
+        self.repeats.clear();
         self.changed.clear();
         self.others.clear();
+        self.ends.clear();
         match &self.service {
             Some(service) if in_place => {
+                self.is_settled = false;
                 let tables = self.tables.clone();
                 service.registry.register_kernel(tables).expect("taken");
             }
@@ -201,16 +274,97 @@ impl Guest {
         self.changed.insert(key);
     }
 
-    pub fn counts(&self) -> BTreeMap<&'static str, i32> {
-        KEYS.map(|key| (key, self.vm.count(key))).into()
+    pub fn kind(&self, key: &str) -> Kind {
+        self.kinds.get(key).copied().unwrap_or(Kind::Plain)
     }
 
-    /// Sets the service's clock.
-    fn show(&mut self, runtime: &Runtime, now: Millis) {
-        self.clock.advance(Duration::from_millis(now - self.shown));
-        self.shown = now;
+    /// Returns whether a claim on the key can be made, with the caller's consent to guarded keys or
+    /// without it.
+    pub fn can_have(&self, key: &str, consents: bool) -> bool {
+        match self.kind(key) {
+            Kind::Plain => true,
+            Kind::Guarded => self.allows_guarded && consents,
+            Kind::Sealed | Kind::Missing => false,
+        }
+    }
+
+    /// Returns the counts of the keys that the kernel has.
+    pub fn counts(&self) -> BTreeMap<&'static str, i32> {
+        let keys = KEYS.into_iter();
+        let present = keys.filter(|key| self.kind(key) != Kind::Missing);
+        present.map(|key| (key, self.vm.count(key))).collect()
+    }
+
+    /// Lets writes of the ledger fail, or succeed again.
+    pub fn fill_disk(&mut self, is_full: bool) {
+        self.is_full = is_full;
+        let mut new = locked(&self.copies).path.clone().into_os_string();
+        // A new ledger is written to this path, and a folder is never replaced.
+        new.push(patchbay_guest::log_file::NEXT);
+        let _ = match is_full {
+            true => std::fs::create_dir(new),
+            false => std::fs::remove_dir(new),
+        };
+    }
+
+    /// Starts the service again without its ledger. It must run, and the disk must not be full.
+    pub fn lose_ledger(&mut self, runtime: &Runtime, now: Millis) {
+        let page = self.claims(runtime, now, "").expect("served");
+        self.stop();
+        let _ = std::fs::remove_file(&locked(&self.copies).path);
+        let owners = page.claims.into_iter().map(|claim| claim.owner);
+        // After the first loss, late calls may make claims of rollouts that have ended.
+        self.orphans.get_or_insert_with(|| owners.collect());
+        self.epoch += 1;
+        // The service takes the present counts for those of the guest's own.
+        self.changed.extend(KEYS);
+        self.others.clear();
+        self.start(now);
+    }
+
+    /// Records a call that may have made claims with a time to live.
+    pub fn may_end(&mut self, request: &v1::SetClaimsRequest, now: Millis) {
+        let Some(ttl) = &request.ttl else {
+            return;
+        };
+        let ttl = super::waves::millis(ttl);
+        let at = now + in_time(ttl, self.speed);
+        let ends = self.ends.entry(request.owner.clone()).or_insert(Ends {
+            ttl,
+            earliest: at,
+            latest: at,
+        });
+        ends.latest = ends.latest.max(at);
+        ends.earliest = ends.earliest.min(at);
+    }
+
+    /// Returns whether the claims of an owner have ended by themselves; `None` if it is not
+    /// certain.
+    pub fn has_ended(&self, owner: &str, now: Millis) -> Option<bool> {
+        let Some(ends) = self.ends.get(owner) else {
+            return Some(false);
+        };
+        let margin = 3 * in_time(TICK, self.speed);
+        match now {
+            _ if now > ends.latest + margin => Some(true),
+            _ if now + margin < ends.earliest => Some(false),
+            _ => None,
+        }
+    }
+
+    /// Sets the service's clock, which shows whole seconds, so that the ends of claims do not
+    /// depend on the duration of a call.
+    pub fn show(&mut self, runtime: &Runtime, now: Millis) {
+        let shown = now / TICK * TICK;
+        if self.is_settled && shown == self.shown {
+            return;
+        }
+        let by = (shown - self.shown) * self.speed / 2;
+        self.clock.advance(Duration::from_millis(by));
+        self.shown = shown;
         if let Some(service) = &self.service {
             runtime.block_on(service.keys.tick()).expect("it runs");
+            self.is_settled = true;
         }
     }
 
@@ -236,6 +390,7 @@ impl Guest {
             let time = "0n".parse().expect("a value");
             request.metadata_mut().insert("grpc-timeout", time);
         }
+        self.is_settled = false;
         let service = self.service.as_ref().expect("it runs");
         let answer = runtime.block_on(set_claims(&service.keys, request, principal));
         if kill == Kill::Never {
@@ -276,14 +431,15 @@ impl Guest {
         runtime.block_on(list_claims(&service.keys, request))
     }
 
-    /// Replaces the claims of another owner, and remembers those that are made.
+    /// Replaces the claims of another owner, and remembers those that are made. Returns false if
+    /// nothing was changed because the disk of the ledger is full.
     pub fn claim_as(
         &mut self,
         runtime: &Runtime,
         now: Millis,
         owner: &'static str,
         wants: &BTreeMap<&'static str, Want>,
-    ) {
+    ) -> bool {
         self.generation += 1;
         let claims = wants.iter().map(|(key, want)| v1::KeyClaim {
             key: (*key).to_owned(),
@@ -299,14 +455,22 @@ impl Guest {
             ..v1::SetClaimsRequest::default()
         };
         let answer = self.set_claims(runtime, now, OTHER, request, false, Kill::Never);
-        let results = answer.expect("the other owner is served").results;
+        let results = match answer {
+            Ok(answer) => answer.results,
+            Err(_) if self.is_full => return false,
+            Err(status) => panic!("guest {} refuses {owner}: {status}", self.name),
+        };
         let is_made = |key: &str| {
             let result = results.iter().find(|result| result.key == key);
-            result.is_some_and(|result| result.state() != v1::ClaimState::Refused)
+            let state = result.map(v1::ClaimResult::state);
+            state.is_some_and(|state| {
+                !matches!(state, v1::ClaimState::Refused | v1::ClaimState::Missing)
+            })
         };
         let made = wants.iter().filter(|(key, _)| is_made(key));
         let made = made.map(|(key, want)| (*key, *want)).collect();
         self.others.insert(owner, made);
+        true
     }
 
     /// Returns the count that a key has if rollouts claim this of it, oldest first.
@@ -361,10 +525,25 @@ impl Drop for Guest {
     }
 }
 
-fn keys(original: &BTreeMap<&'static str, i32>) -> Vec<TestKey> {
-    let key = |name: &&'static str| TestKey {
-        count: original[name],
-        ..TestKey::new(name, 1)
+/// Returns the keys of a kernel, those that are not plain by their kinds.
+fn keys(
+    original: &BTreeMap<&'static str, i32>,
+    kinds: &BTreeMap<&'static str, Kind>,
+) -> Vec<TestKey> {
+    let key = |name: &'static str| {
+        let key = match kinds.get(name) {
+            Some(Kind::Missing) => return None,
+            Some(Kind::Guarded) => TestKey::guarded(name),
+            Some(Kind::Sealed) => TestKey {
+                sealed: true,
+                ..TestKey::guarded(name)
+            },
+            Some(Kind::Plain) | None => TestKey::new(name, 1),
+        };
+        Some(TestKey {
+            count: original[name],
+            ..key
+        })
     };
-    KEYS.iter().map(key).collect()
+    KEYS.into_iter().filter_map(key).collect()
 }

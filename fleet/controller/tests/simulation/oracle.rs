@@ -2,35 +2,49 @@
 //! Compares what happens with what the design promises. A broken promise ends the run by a panic.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ptr;
 
 use patchbay_fleet::rollout::{Action, Member, Millis, Phase, Rollout, State, Want};
 use patchbay_fleet::runner::Command;
 use patchbay_proto::v1;
 
-use super::guest::{KEYS, Kill};
+use super::driver::Driver;
+use super::guest::{KEYS, Kill, Kind};
+use super::waves::Course;
 use super::world::World;
 
 /// The known state of a rollout.
 #[derive(Default)]
-struct Known {
+pub struct Known {
     /// The generations of the members that are stored.
     generations: Vec<u64>,
     is_reverted: bool,
     forgotten: BTreeSet<usize>,
+    pub course: Course,
+    /// The members whose guests have told that they have no record of the claims.
+    unrecorded: BTreeSet<usize>,
+}
+
+/// The part of a stored member that is compared with a call.
+#[derive(serde::Deserialize)]
+struct StoredMember {
+    generation: u64,
 }
 
 #[derive(Default)]
 pub struct Oracle {
     /// The rollouts by the owners of their claims.
     rollouts: BTreeMap<String, Known>,
-    /// The latest generation that was answered, by guest, boot and owner.
+    /// The latest generation that was answered, by guest, epoch and owner.
     answered: BTreeMap<(usize, u32, String), u64>,
-    /// The pauses for a generation, by guest, boot and owner.
+    /// The owners, guests and generations of which a service has made every claim.
+    made: BTreeSet<(String, String, u64)>,
+    /// The pauses for a generation, by guest, epoch and owner.
     pauses: BTreeMap<(usize, u32, String, u64), u64>,
 }
 
 impl Oracle {
-    fn of(&mut self, rollout: &Rollout) -> &mut Known {
+    pub fn of(&mut self, rollout: &Rollout) -> &mut Known {
         self.rollouts.entry(rollout.header().owner()).or_default()
     }
 
@@ -47,7 +61,9 @@ impl Oracle {
     /// Records the state with which a driver begins.
     pub fn loaded(&mut self, rollout: &Rollout) {
         let generations = rollout.members().iter().map(|member| member.generation);
-        self.of(rollout).generations = generations.collect();
+        let known = self.of(rollout);
+        known.generations = generations.collect();
+        known.course.loaded(rollout);
     }
 }
 
@@ -56,8 +72,11 @@ fn is_claiming(member: &Member) -> bool {
 }
 
 impl World {
-    /// Checks a state that a driver has saved after a step at this time.
-    pub fn check_saved(&mut self, rollout: &Rollout, at: Millis) {
+    /// Checks a state that a driver has saved after a step at this time by its clock.
+    pub fn check_saved(&mut self, driver: &mut Driver, at: Millis) {
+        let right = at.saturating_add_signed(-driver.clock);
+        let is_exact = !self.is_clock_set;
+        let rollout = &driver.rollout;
         let (header, members) = (rollout.header(), rollout.members());
         let (phase, policy) = (header.phase, &header.policy);
         let is_left_out =
@@ -81,6 +100,16 @@ impl World {
             domains.values().all(|total| *total <= most),
             "{domains:?}, the cap is {most}"
         );
+        let liar = self.liar.map(|index| &self.guests[index].name);
+        let is_made = |member: &&Member| matches!(member.state, State::AsWanted { .. });
+        for member in members.iter().filter(is_made) {
+            let call = (header.owner(), member.guest.clone(), member.generation);
+            assert!(
+                liar == Some(&member.guest) || self.oracle.made.contains(&call),
+                "{} is as wanted, and has not made every claim",
+                member.guest
+            );
+        }
         let known = self.oracle.of(rollout);
         for (index, member) in members.iter().enumerate() {
             let before = known.generations.get(index).copied().unwrap_or(0);
@@ -99,6 +128,12 @@ impl World {
                     None,
                     "member {index} is claimed in a freeze"
                 );
+                let ttl = driver.spec.ttl.filter(|_| is_exact);
+                let has_ended = member.has_expired(at) || known.course.is_over(index, ttl, right);
+                assert!(!has_ended, "member {index} is claimed after its time");
+            }
+            if member.has_no_record() {
+                known.unrecorded.insert(index);
             }
             if known.forgotten.contains(&index) {
                 let is_given_up = matches!(member.state, State::Forgotten | State::Superseded);
@@ -112,6 +147,7 @@ impl World {
         known.generations = members.iter().map(|member| member.generation).collect();
         let reverts = matches!(phase, Phase::Reverting(_) | Phase::Ended(_));
         assert!(reverts || !known.is_reverted, "{phase:?} after an undo");
+        self.check_waves(driver, right);
     }
 
     /// Checks an action that a driver is about to perform against the store.
@@ -122,12 +158,12 @@ impl World {
             _ => return,
         };
         let name = &rollout.header().name;
-        let record = self
-            .store
-            .value(&format!("rollouts/{name}/members/{member:08}"));
-        let record: serde_json::Value =
-            serde_json::from_slice(&record.expect("the member is stored")).expect("JSON");
-        let stored = record["generation"].as_u64().unwrap_or(0);
+        let key = format!("rollouts/{name}/members/{member:08}");
+        let record = self.store.value(&key).expect("the member is stored");
+        let keys = self.keys.right();
+        let opened = keys.open(&key, &record).expect("it is authentic");
+        let StoredMember { generation: stored } =
+            serde_json::from_slice(opened.value).expect("JSON");
         assert!(
             stored >= generation,
             "generation {generation} is sent, and {stored} is stored"
@@ -154,12 +190,20 @@ impl World {
         kill: Kill,
         answer: Option<&v1::SetClaimsResponse>,
     ) {
-        let guest = &self.guests[index];
-        let (boots, generation) = (guest.boots, request.generation);
+        let guest = &mut self.guests[index];
+        if let (Some(orphans), Some(answer)) = (&mut guest.orphans, answer) {
+            if !request.claims.is_empty() {
+                // The service has a record of the claims again.
+                orphans.remove(&request.owner);
+            } else if answer.repeated && answer.results.is_empty() {
+                guest.repeats.insert(request.owner.clone());
+            }
+        }
+        let (epoch, generation) = (guest.epoch, request.generation);
         let answered = self
             .oracle
             .answered
-            .entry((index, boots, request.owner.clone()));
+            .entry((index, epoch, request.owner.clone()));
         let answered = answered.or_default();
         let after = guest.counts();
         if generation <= *answered {
@@ -180,13 +224,22 @@ impl World {
                 "guest {index} is not one of the rollout's"
             );
         }
-        if answer.is_some() {
+        if let Some(answer) = answer {
             *answered = generation.max(*answered);
+            let is_made = |claim: &v1::KeyClaim| {
+                let mut of = answer.results.iter();
+                let result = of.find(|result| result.key == claim.key);
+                result.is_some_and(|result| result.state() == v1::ClaimState::Made)
+            };
+            if request.claims.iter().all(is_made) {
+                let (owner, guest) = (request.owner.clone(), request.guest.clone());
+                self.oracle.made.insert((owner, guest, generation));
+            }
         }
         let paused = self
             .oracle
             .pauses
-            .entry((index, boots, request.owner.clone(), generation))
+            .entry((index, epoch, request.owner.clone(), generation))
             .or_default();
         if kill != Kill::BeforeChange {
             *paused += pauses;
@@ -202,16 +255,14 @@ impl World {
 
     /// Finds the guests that have moved and booted again before a driver saw them on their hosts.
     /// Nothing tells them from other guests of the same names, so a person has to forget them.
-    fn find_lost(&mut self, rollouts: &[Rollout]) {
+    fn find_lost(&mut self, rollouts: &[Rollout], pages: &[v1::ListClaimsResponse]) {
         self.lost.clear();
-        for index in 0..self.guests.len() {
-            let boot = self.boot_of(index);
-            let guest = &self.guests[index];
+        for (guest, page) in self.guests.iter().zip(pages) {
             let is_lost = |member: &Member| {
                 member.guest == guest.name
                     && member.state != State::Superseded
                     && Some(&member.host) != guest.host.as_ref()
-                    && member.boot != boot
+                    && member.boot != page.boot
             };
             for rollout in rollouts.iter().filter(|_| !guest.is_namesake) {
                 if rollout.members().iter().any(is_lost) {
@@ -225,16 +276,28 @@ impl World {
     /// Checks the guests after everything has come to rest. The rollouts are ordered by the times
     /// of their claims.
     pub fn check_rest(&mut self, rollouts: &[Rollout]) {
-        self.find_lost(rollouts);
-        for index in 0..self.guests.len() {
-            let now = self.now;
-            let guest = &mut self.guests[index];
-            let claims = guest.claims(&self.runtime, now, "").expect("served").claims;
+        let pages = self.guests.iter_mut().map(|guest| {
+            let page = guest.claims(&self.runtime, self.now, "");
+            page.expect("served")
+        });
+        let pages: Vec<v1::ListClaimsResponse> = pages.collect();
+        self.find_lost(rollouts, &pages);
+        self.check_hook(rollouts);
+        for rollout in rollouts {
+            let header = rollout.header();
+            let waits = matches!(header.phase, Phase::Running(_));
+            assert!(!waits, "{} is {:?} for too long", header.name, header.phase);
+        }
+        for (index, page) in pages.iter().enumerate() {
+            let claims = &page.claims;
+            if self.liar == Some(index) {
+                continue;
+            }
             for key in KEYS {
                 self.check_key(index, key, rollouts);
             }
             for rollout in rollouts {
-                self.check_member(index, rollout, &claims);
+                self.check_member(index, rollout, claims);
                 self.check_progress(index, rollout, rollouts);
             }
             let guest = &self.guests[index];
@@ -283,9 +346,17 @@ impl World {
         let Some(claim) = claims.find(|claim| claim.key == key) else {
             return vec![None];
         };
+        if !self.guests[index].can_have(key, rollout.header().policy.allow_guarded) {
+            return vec![None];
+        }
         let made = Some(claim.want);
         let is_over = matches!(rollout.header().phase, Phase::Ended(_));
+        let has_ended = self.guests[index].has_ended(&rollout.header().owner(), self.now);
         match member.state {
+            _ if has_ended == Some(true) => vec![None],
+            // The controller may expect the end of the claims earlier than the guest.
+            State::Released { void: true } if !is_over => vec![made, None],
+            _ if has_ended.is_none() && !is_over => vec![made, None],
             _ if self.is_lost(rollout, member) => vec![made, None],
             State::Forgotten | State::Adopted => vec![made, None],
             _ if is_over => vec![None],
@@ -300,6 +371,9 @@ impl World {
     /// Checks the count of a key: the newest claim decides.
     fn check_key(&self, index: usize, key: &'static str, rollouts: &[Rollout]) {
         let guest = &self.guests[index];
+        if guest.kind(key) == Kind::Missing {
+            return;
+        }
         let (count, jumps) = (guest.vm.count(key), guest.vm.jumps(key));
         assert_eq!(jumps, count > 0, "guest {index}: {key} is {count}");
         if guest.changed.contains(key) {
@@ -339,10 +413,32 @@ impl World {
         if member.is_some_and(|member| self.is_lost(rollout, member)) {
             return;
         }
+        if let Some(orphans) = &self.guests[index].orphans {
+            // A call that was late may have made claims again, because the generations are lost.
+            let is_taken_back = member.is_some_and(|member| {
+                let is_released = matches!(member.state, State::Released { .. });
+                is_released && member.is_confirmed && member.expires.is_none()
+            });
+            let mut members = rollout.members().iter();
+            let number = members.position(|one| member.is_some_and(|member| ptr::eq(one, member)));
+            let known = self.oracle.rollouts.get(&owner);
+            let is_told = known.is_some_and(|known| {
+                number.is_some_and(|number| known.unrecorded.contains(&number))
+            });
+            // The answer to a repeat does not tell, if no other answer has arrived before it.
+            let is_known = is_told || !self.guests[index].repeats.contains(&owner);
+            assert!(
+                !is_taken_back || !is_known || !orphans.contains(&owner),
+                "guest {index} has lost its ledger, and its claims of {owner} are taken back"
+            );
+            return;
+        }
         let state = member.map(|member| &member.state);
         let is_given_up = matches!(state, Some(State::Forgotten | State::Adopted));
         let is_released = matches!(state, None | Some(State::Released { .. }));
-        let is_free = is_released || matches!(phase, Phase::Ended(_));
+        // The controller may expect the end of the claims earlier than the guest.
+        let may_end = self.guests[index].ends.contains_key(&owner);
+        let is_free = (is_released && !may_end) || matches!(phase, Phase::Ended(_));
         let own = claims.iter().any(|claim| claim.owner == owner);
         assert!(
             !is_free || is_given_up || !own,
@@ -350,11 +446,17 @@ impl World {
         );
         let is_followed =
             member.is_none_or(|one| Some(&one.host) == self.guests[index].host.as_ref());
-        let is_wanted = matches!(state, Some(State::AsWanted { .. }));
-        assert!(
-            is_followed || !is_wanted || !phase.has_desired_state(),
-            "guest {index} is not found where it is"
-        );
+        if matches!(state, Some(State::AsWanted { .. })) && phase.has_desired_state() {
+            let consents = rollout.header().policy.allow_guarded;
+            let mut claims = member.iter().flat_map(|member| member.plan.set.claims());
+            let refused = claims.find(|one| !self.guests[index].can_have(&one.key, consents));
+            let refused = refused.map(|one| &one.key);
+            assert!(
+                may_end || refused.is_none(),
+                "guest {index} is {state:?}, and its key {refused:?} cannot be changed"
+            );
+            assert!(is_followed, "guest {index} is not found where it is");
+        }
     }
 
     /// Checks that the rollout waits for a guest only if there is a reason in the guest.
@@ -364,9 +466,18 @@ impl World {
         let Some(member) = self.member(index, rollout) else {
             return;
         };
-        let waits = matches!(member.state, State::Claiming { .. } | State::NotYet { .. });
+        let waits = match member.state {
+            State::Claiming { .. } | State::NotYet { .. } => true,
+            // A guest of a wave that was not reached has no generation.
+            State::Pending => member.generation > 0,
+            _ => false,
+        };
         let guest = &self.guests[index];
+        let consents = rollout.header().policy.allow_guarded;
         let is_refused = |key: &&str| {
+            if !guest.can_have(key, consents) {
+                return true;
+            }
             let mut others = guest.others.values();
             let is_claimed = others.any(|claims| claims.contains_key(key));
             let mut other = rollouts.iter();
@@ -376,7 +487,9 @@ impl World {
             });
             guest.changed.contains(key) || guest.original[key] > 0 || is_claimed || is_rolled_out
         };
-        let has_reason = self.is_lost(rollout, member) || KEYS.iter().any(is_refused);
+        let has_lost_ledger = guest.orphans.is_some();
+        let is_lost = has_lost_ledger || self.is_lost(rollout, member);
+        let has_reason = is_lost || KEYS.iter().any(is_refused);
         assert!(
             !runs || !waits || has_reason,
             "guest {index} is still {:?} in {}",

@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The commands of people, and the other owners of claims.
 
-use patchbay_fleet::rollout::{Member, Phase, State};
+use patchbay_fleet::rollout::{Member, Phase, State, Verb};
 use patchbay_fleet::runner::Command;
 
 use super::driver::{Driver, Input};
 use super::guest::{HOLDER, LATE};
+use super::rights::PEOPLE;
 use super::world::{Event, World};
+
+/// The number of attempts at approvals, by people at random, that almost always gives two.
+const APPROVALS: usize = 8;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Deed {
+    Approve,
     Start,
     Pause,
     Resume,
@@ -32,7 +37,11 @@ pub enum Deed {
 
 impl World {
     pub fn act(&mut self, deed: Deed, rollout: Option<&str>) {
-        if self.is_quiet && !matches!(deed, Deed::Start | Deed::Resume | Deed::Undo) {
+        let goes_on = matches!(
+            deed,
+            Deed::Approve | Deed::Start | Deed::Resume | Deed::Undo
+        );
+        if self.is_quiet && !goes_on {
             return;
         }
         match deed {
@@ -65,7 +74,19 @@ impl World {
         }
         let members = rollout.members();
         let index = self.rng.usize(0..members.len());
+        let person = PEOPLE[self.rng.usize(0..PEOPLE.len())];
+        let verb = match deed {
+            Deed::Approve => Some(Verb::Approve),
+            Deed::Start => Some(Verb::Start),
+            _ => None,
+        };
+        if verb.is_some_and(|verb| !self.may(person, &rollout, verb)) {
+            return;
+        }
         let command = match deed {
+            Deed::Approve => Command::Approve {
+                digest: rollout.header().digest.clone(),
+            },
             Deed::Start => Command::Start {
                 digest: rollout.header().digest.clone(),
             },
@@ -85,6 +106,7 @@ impl World {
                     generation: 0,
                     boot: String::new(),
                     is_confirmed: false,
+                    expires: None,
                     state: State::Pending,
                     ..member.clone()
                 }];
@@ -101,16 +123,23 @@ impl World {
             Deed::Hold | Deed::Decide | Deed::Hurry => return,
         };
         self.trace(|| format!("a person asks for {deed:?} of {name}"));
-        self.input(id, Input::Command(command));
+        self.input(id, Input::Command(command, person));
     }
 
-    /// Forgets the guests that no driver can find.
+    /// Forgets the guests that no driver can find, those whose claims were lost with the ledger,
+    /// and the one whose host answers with invalid data.
     pub fn forget_lost(&mut self) {
         let mut lost = Vec::new();
+        let liar = self.liar.map(|index| &self.guests[index].name);
         for driver in self.leading() {
             let name = &driver.rollout.header().name;
             for (index, member) in driver.rollout.members().iter().enumerate() {
-                let is_lost = self.lost.contains(&(name.clone(), member.guest.clone()));
+                let mut guests = self.guests.iter().filter(|guest| !guest.is_namesake);
+                let has_lost_ledger =
+                    guests.any(|guest| guest.name == member.guest && guest.orphans.is_some());
+                let is_lost = self.lost.contains(&(name.clone(), member.guest.clone()))
+                    || has_lost_ledger
+                    || liar == Some(&member.guest);
                 if is_lost && matches!(member.state, State::Releasing { .. }) {
                     lost.push((driver.id, index));
                 }
@@ -118,7 +147,7 @@ impl World {
         }
         for (id, member) in lost {
             self.count("guest lost, and forgotten");
-            self.input(id, Input::Command(Command::Forget { member }));
+            self.input(id, Input::Command(Command::Forget { member }, PEOPLE[0]));
         }
     }
 
@@ -135,6 +164,14 @@ impl World {
         };
         let deeds: Vec<(Deed, String)> = self.leading().filter_map(deed).collect();
         for (deed, name) in deeds {
+            let attempts = match deed == Deed::Start && self.rights.is_some() {
+                true => APPROVALS,
+                false => 0,
+            };
+            for _ in 0..attempts {
+                self.act(Deed::Approve, Some(&name));
+                self.run_until(self.now + 1_000);
+            }
             self.act(deed, Some(&name));
         }
     }

@@ -15,13 +15,16 @@ use patchbay_fleet::storage;
 use patchbay_fleet::store::commit_all;
 
 use super::driver::Driver;
-use super::faults::{HOSTS, WINDOW, WORLD_FAULTS};
+use super::faults::{HOSTS, WINDOW, WORLD_FAULTS, WorldFault};
 use super::guest::{CREATED, Guest, KEYS};
 use super::people::Deed;
 use super::world::{Event, World};
 
 const SPEC: &str =
     "selector: {guests: [\"*\"]}\nclaims: [{want: on, keys: [alpha]}]\nwaves: [{size: rest}]\n";
+/// Fields that let claims end by themselves. The extra 250 ms keep the ends apart from events, also
+/// at half and at twice the right speed.
+const TTLS: [&str; 3] = ["ttl: 60250ms", "ttl: 400250ms", "ttl: 2000250ms"];
 /// The time after which everything is at rest: the longest delay of a repeat, and of a check.
 const REST: Millis = 1_000_000;
 /// The time after which a person plans again.
@@ -42,7 +45,7 @@ pub fn run(seed: u64, folder: &Path, keeps_events: bool) -> Ran {
     let mut world = World::new(seed, keeps_events);
     let ran = catch_unwind(AssertUnwindSafe(|| {
         world.set_up(folder);
-        world.play();
+        world.play(folder);
     }));
     let broken = ran.err().map(|why| {
         let text = why.downcast_ref::<String>().cloned();
@@ -85,7 +88,7 @@ impl World {
         if self.leading().any(is_planned) {
             return;
         }
-        let Some((term, fence)) = self.leader_fence() else {
+        let Some((term, fence, keys)) = self.leader_fence() else {
             self.schedule(PLAN_RETRY, Event::Plan(number));
             return;
         };
@@ -94,7 +97,15 @@ impl World {
         };
         let mut rollout = Rollout::new(header, members);
         let earlier = storage::header_deletion(&name);
-        let writes = storage::planned(&mut rollout, SPEC).expect("it is small");
+        let mut spec = SPEC.to_owned();
+        if self.rng.u32(0..4) == 0 {
+            spec.push_str(TTLS[self.rng.usize(0..TTLS.len())]);
+        }
+        if rollout.header().policy.allow_guarded {
+            spec.push_str("\nallow_guarded: true");
+        }
+        let writes = storage::planned(&mut rollout, &spec).expect("it is small");
+        let writes = keys.signed(&rollout.header().run, writes);
         for writes in [vec![earlier], writes] {
             self.let_store_fail();
             let saved = commit_all(self.store.as_ref(), &fence, &writes);
@@ -103,13 +114,14 @@ impl World {
                 return;
             }
         }
-        self.start_driver(term, rollout, Spec::parse(SPEC).expect("a spec"));
+        self.start_driver(term, rollout, Spec::parse(&spec).expect("a spec"));
     }
 
     fn add_guest(&mut self, name: &str, host: &str, folder: &Path) {
         let number = self.guests.len() as u64 + 1;
         let original = KEYS.map(|key| (key, i32::from(self.rng.u32(0..4) == 0)));
         let mut guest = Guest::boot(name, host, number, original.into(), folder);
+        guest.speed = [1, 2, 2, 2, 4][self.rng.usize(0..5)];
         for key in KEYS {
             let want = match self.rng.u32(0..6) {
                 0 => Want::On,
@@ -230,7 +242,7 @@ impl World {
                     kind,
                     on_failure,
                     interval_ms: 60_000,
-                    patience_ms: 600_000,
+                    patience_ms: [120_000, 600_000][self.rng.usize(0..2)],
                 });
             }
         }
@@ -238,6 +250,7 @@ impl World {
         if self.rng.u32(0..4) == 0 {
             let from = self.now + self.rng.u64(0..WINDOW);
             let until = from + self.rng.u64(1..300_000);
+            self.has_freezes = true;
             freezes.push(Freeze {
                 from,
                 until,
@@ -255,7 +268,7 @@ impl World {
             _ => AfterReboot::Again,
         };
         Policy {
-            allow_guarded: false,
+            allow_guarded: self.rng.bool(),
             min_success: usize::from(self.rng.bool()),
             caps,
             gates,
@@ -265,7 +278,7 @@ impl World {
         }
     }
 
-    fn play(&mut self) {
+    fn play(&mut self, folder: &Path) {
         let begin = self.now;
         for number in 0..[1, 2, 2, 3][self.rng.usize(0..4)] {
             let plan = if number == 0 {
@@ -274,8 +287,18 @@ impl World {
                 self.rng.u64(0..WINDOW)
             };
             let start = plan + self.rng.u64(100..5_000);
+            let name = format!("r{number}");
             self.schedule(plan, Event::Plan(number));
-            self.schedule(start, Event::Deed(Deed::Start, Some(format!("r{number}"))));
+            if self.rights.is_some() {
+                // Between two approvals and the start, somebody may lose the rights.
+                for _ in 0..2 {
+                    let at = plan + self.rng.u64(50..5_000);
+                    self.schedule(at, Event::Deed(Deed::Approve, Some(name.clone())));
+                    let at = plan + self.rng.u64(50..5_000);
+                    self.schedule(at, Event::Fault(WorldFault::Rights));
+                }
+            }
+            self.schedule(start, Event::Deed(Deed::Start, Some(name)));
         }
         let kinds = self.rng.u32(0..1 << WORLD_FAULTS.len());
         let most = [4, 12, 40][self.rng.usize(0..3)];
@@ -286,7 +309,9 @@ impl World {
                 self.schedule(at, Event::Fault(WORLD_FAULTS[kind]));
             }
         }
-        const DEEDS: [Deed; 15] = [
+        const DEEDS: [Deed; 17] = [
+            Deed::Approve,
+            Deed::Approve,
             Deed::Start,
             Deed::Pause,
             Deed::Resume,
@@ -319,8 +344,13 @@ impl World {
         let started = rollouts.iter().filter(is_started);
         let mut names: Vec<String> = started.map(|one| one.header().name.clone()).collect();
         self.rng.shuffle(&mut names);
-        for name in names {
-            self.undo(&name);
+        for name in &names {
+            self.undo(name);
+        }
+        if self.rng.u32(0..16) == 0 {
+            for name in &names {
+                self.delete(name, folder);
+            }
         }
     }
 
@@ -329,7 +359,8 @@ impl World {
         self.act(Deed::Undo, Some(name));
         self.rest(UNDO);
         self.forget_lost();
-        self.run_until(self.now + 1_000);
+        // The webhook gets the last events.
+        self.run_until(self.now + 20_000);
         let rollouts = self.stored();
         let mut named = rollouts.iter().filter(|one| one.header().name == name);
         let rollout = named.next().expect("it is stored");
@@ -352,7 +383,7 @@ impl World {
 
     /// Returns the rollouts that are stored, ordered by the times of their claims.
     fn stored(&mut self) -> Vec<Rollout> {
-        let loaded = self.load().into_iter();
+        let loaded = self.load_all().rollouts.into_iter();
         let mut rollouts: Vec<Rollout> = loaded.map(|(rollout, _)| rollout).collect();
         rollouts.sort_by_key(|rollout| rollout.header().created);
         rollouts

@@ -15,9 +15,13 @@ use tonic::Status;
 use super::driver::{Driver, Input, Term};
 use super::faults::{Rates, WorldFault};
 use super::guest::{CONTROLLER, Guest, Kill};
+use super::hook::Hook;
+use super::liar::PRETENDER;
 use super::network::{self, Answer, Call, Network, Sent};
 use super::oracle::Oracle;
 use super::people::Deed;
+use super::records::Signing;
+use super::rights::Rights;
 use super::store::MemoryStore;
 
 /// The time after which a call without an answer ends.
@@ -50,6 +54,12 @@ pub enum Event {
     Deed(Deed, Option<String>),
     /// A person plans the rollout with this number.
     Plan(usize),
+    /// The disk of a guest's ledger has room again.
+    FreeDisk(usize),
+    /// A term delivers to the webhook.
+    Notify(u32),
+    /// A replica that runs no rollout gives up.
+    Resign(u32),
 }
 
 pub struct World {
@@ -68,6 +78,17 @@ pub struct World {
     pub drivers_made: u32,
     pub guests: Vec<Guest>,
     pub rates: Rates,
+    pub keys: Signing,
+    pub hook: Hook,
+    pub rights: Option<Rights>,
+    /// The guest whose host answers with invalid data, for ever.
+    pub liar: Option<usize>,
+    /// A host pretends to have all guests.
+    has_pretender: bool,
+    /// A rollout waits for a time of the wall clock, so that clocks must be right in the end.
+    pub has_freezes: bool,
+    /// The clock of a replica was set.
+    pub is_clock_set: bool,
     /// No further faults happen.
     pub is_quiet: bool,
     pub oracle: Oracle,
@@ -86,10 +107,15 @@ impl World {
     pub fn new(seed: u64, keeps_events: bool) -> Self {
         let mut rng = Rng::with_seed(seed);
         let rates = Rates::draw(&mut rng);
+        let keys = Signing::draw(&mut rng);
+        let rights = Rights::draw(&mut rng);
+        let hook = Hook::draw(&mut rng);
+        let liar = (rng.u32(0..8) == 0).then_some(0);
+        let has_pretender = rng.u32(0..4) == 0;
         let runtime = tokio::runtime::Builder::new_current_thread();
         Self {
             rng,
-            now: 1_000_000,
+            now: 100_000_000,
             queue: BTreeMap::new(),
             scheduled: 0,
             runtime: { runtime }.build().expect("a runtime"),
@@ -102,6 +128,13 @@ impl World {
             drivers_made: 0,
             guests: Vec::new(),
             rates,
+            keys,
+            hook,
+            rights,
+            liar,
+            has_pretender,
+            has_freezes: false,
+            is_clock_set: false,
             is_quiet: false,
             oracle: Oracle::default(),
             lost: BTreeSet::new(),
@@ -136,6 +169,8 @@ impl World {
     }
 
     pub fn schedule_at(&mut self, at: Millis, event: Event) {
+        // A driver that was stopped may be late.
+        let at = at.max(self.now);
         self.scheduled += 1;
         self.under_way += usize::from(matches!(event, Event::Deliver(..)));
         self.queue.insert((at, self.scheduled), event);
@@ -175,6 +210,9 @@ impl World {
             Event::Fault(fault) => self.strike(fault),
             Event::Deed(deed, rollout) => self.act(deed, rollout.as_deref()),
             Event::Plan(number) => self.plan(number),
+            Event::FreeDisk(index) => self.free_disk(index),
+            Event::Notify(term) => self.notify(term),
+            Event::Resign(term) => self.resign(term),
         }
     }
 
@@ -187,10 +225,11 @@ impl World {
     }
 
     /// Decides what becomes of the calls that a driver has sent.
-    pub fn dispatch(&mut self, driver: u32) {
+    pub fn dispatch(&mut self, driver: &Driver) {
         for sent in self.network.take_sent() {
+            self.check_sent(driver, &sent);
             let id = sent.id;
-            self.open.insert(id, driver);
+            self.open.insert(id, driver.id);
             self.schedule(CALL_TIMEOUT, Event::Answer(id, Err(network::timed_out())));
             if self.strikes("connection refused", self.rates.refuse) {
                 let wait = self.delay();
@@ -230,6 +269,7 @@ impl World {
             Call::SetClaims(request) => self.deliver_claims(&sent.host, request.clone()),
             Call::Boot { guest, owner } => self.deliver_boot(&sent.host, guest, owner),
         };
+        let answer = self.distort(&sent, answer);
         self.trace(|| {
             let shown = match &answer {
                 Ok(answer) => short(answer),
@@ -276,6 +316,9 @@ impl World {
             self.schedule(wait, Event::Serve(index));
         }
         let guest = &mut self.guests[index];
+        // Claims may end now.
+        guest.show(&self.runtime, self.now);
+        guest.may_end(&request, self.now);
         let (before, pauses) = (guest.counts(), guest.vm.pauses());
         let (runtime, now) = (&self.runtime, self.now);
         let answer = guest.set_claims(runtime, now, CONTROLLER, request.clone(), is_busy, kill);
@@ -293,7 +336,7 @@ impl World {
     fn serve(&mut self, index: usize) {
         let guest = &mut self.guests[index];
         if guest.host.is_some() && !guest.is_served() {
-            guest.start();
+            guest.start(self.now);
             self.claim_early(index);
             self.trace(|| format!("guest {index} is served again"));
         }
@@ -319,6 +362,9 @@ impl World {
         for guest in &self.guests {
             let hosts = places.entry(guest.name.clone()).or_default();
             hosts.extend(guest.host.clone());
+            if self.has_pretender {
+                hosts.insert(PRETENDER.to_owned());
+            }
         }
         for (guest, hosts) in places {
             self.network.register(&guest, hosts);
@@ -351,23 +397,32 @@ impl World {
     pub fn calm(&mut self) {
         self.is_quiet = true;
         self.trace(|| "the faults end".to_owned());
+        self.change_rights();
         for index in 0..self.guests.len() {
+            self.free_disk(index);
             if self.guests[index].host.is_none() {
                 let host = self.guests[index].home.clone();
                 self.arrive(index, host);
             }
             self.serve(index);
         }
-        self.register();
         for term in self.terms.values_mut() {
             term.stopped_until = term.stopped_until.min(self.now);
+            if self.has_freezes {
+                term.clock = 0;
+            }
         }
+        // The drivers step, by the clocks as they are now.
+        self.register();
+        self.notify_again();
         let stopped: Vec<u32> = self.drivers.keys().copied().collect();
         for id in stopped {
             self.schedule(1, Event::Drive(id));
         }
-        if self.leader.is_none() {
-            self.elect();
+        match self.leader {
+            None => self.elect(),
+            Some(term) if self.is_blind() => self.resign(term),
+            Some(_) => {}
         }
     }
 }

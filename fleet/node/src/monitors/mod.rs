@@ -2,7 +2,7 @@
 //! Tracks the monitors of the host, and the guests that they serve.
 //!
 //! ```text
-//!  run directories ──inotify──▶ find ──▶ one task per socket ──▶ Directory ──▶ proxy
+//!  run directories ──inotify──▶ Watch ──▶ one task per socket ──▶ Directory ──▶ proxy
 //!                                             │    ▲
 //!                                 ListGuests, │    │ the connection ends: connect again,
 //!                                 Health.Watch▼    │ until the socket's file is gone
@@ -13,18 +13,16 @@
 //! process finds it by its socket.
 
 mod connect;
-mod find;
 mod monitor;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use patchbay_supervisor::{SETTLE, is_of_process};
+pub use patchbay_supervisor::{RunDirs, default_run_dirs};
+use patchbay_supervisor::{SETTLE, Watch, is_of_process};
 use tokio::sync::watch;
 
-pub(crate) use self::find::Watch;
-pub use self::find::{RunDirs, default_run_dirs};
 pub use self::monitor::Monitor;
 
 /// The maximum number of guests that one host serves. Further guests are left out and logged.
@@ -163,7 +161,7 @@ impl Directory {
 /// socket, which may be in a run directory.
 pub async fn run(directory: Directory, dirs: RunDirs, own: Option<PathBuf>) {
     let mut tasks: BTreeMap<PathBuf, tokio::task::JoinHandle<()>> = BTreeMap::new();
-    let mut watch = find::Watch::new(dirs);
+    let mut watch = Watch::new(dirs);
     loop {
         let mut found = watch.scan();
         found.retain(|path| Some(path) != own.as_ref());

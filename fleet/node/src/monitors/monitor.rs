@@ -11,6 +11,7 @@ use patchbay_proto::pages::Pages;
 use patchbay_proto::stream::Stream;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::{client, v1};
+use patchbay_supervisor::is_socket;
 use rustix::process::geteuid;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tonic::body::Body;
@@ -20,7 +21,6 @@ use tonic_health::pb::health_client::HealthClient;
 use tower::{Service, ServiceExt};
 
 use super::connect::{Connected, connect};
-use super::find::is_socket;
 use super::{Directory, MAX_GUESTS};
 
 /// The bounds of the delay between two attempts to connect.

@@ -12,27 +12,16 @@ use bytes::{Buf, Bytes, BytesMut};
 use http::header::CONTENT_LENGTH;
 use http::{HeaderMap, Response};
 use http_body::Frame;
-use patchbay_access::addresses::{hide_in_text, is_kernel_address, is_signed_kernel_address};
+use patchbay_access::addresses::{
+    hide_in_string, hide_in_text, is_kernel_address, is_signed_kernel_address,
+};
 use patchbay_proto::v1;
 use prost_reflect::{DescriptorPool, Kind, MessageDescriptor};
 use tonic::Status;
 use tonic::body::Body;
 
-use super::frame::{MAX_ANSWER_BYTES, framed};
+use super::frame::{MAX_ANSWER_BYTES, PREFIX, framed};
 use patchbay_proto::methods::Method;
-
-/// The length in bytes of the gRPC prefix of each message, which is a flag and a 32-bit length.
-const PREFIX: usize = 5;
-
-/// Does the same as [`hide_in_text`] for a string.
-fn hide_in_string(text: &mut String) {
-    let mut bytes = std::mem::take(text).into_bytes();
-    hide_in_text(&mut bytes);
-    *text = match String::from_utf8(bytes) {
-        Ok(text) => text,
-        Err(error) => String::from_utf8_lossy(error.as_bytes()).into_owned(),
-    };
-}
 
 /// Zeroes every address of 8 bytes in a raw value, at any offset, and hides addresses in its text.
 fn hide_in_bytes(bytes: &[u8]) -> Bytes {
@@ -164,10 +153,10 @@ fn hide_in_words(kind: &Kind, words: &[u8], hidden: &mut Vec<u8>) {
 }
 
 // These are the wire types of the protobuf encoding.
-const VARINT: u64 = 0;
-const FIXED_64: u64 = 1;
-const DELIMITED: u64 = 2;
-const FIXED_32: u64 = 5;
+pub(super) const VARINT: u64 = 0;
+pub(super) const FIXED_64: u64 = 1;
+pub(super) const DELIMITED: u64 = 2;
+pub(super) const FIXED_32: u64 = 5;
 
 fn varint(bytes: &mut &[u8]) -> Result<u64, Unreadable> {
     prost::encoding::decode_varint(bytes).map_err(|_| Unreadable)

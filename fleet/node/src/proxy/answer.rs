@@ -22,6 +22,7 @@ use tonic::{Code, Status};
 
 use super::console::Typed;
 use super::frame::{MAX_ANSWER_BYTES, framed};
+use super::received::Received;
 use super::status::{code_name, lost};
 use crate::metrics::Metrics;
 
@@ -39,8 +40,8 @@ pub struct Finish {
     pub pending: Option<Pending>,
     /// The summary of the client's input to a console.
     pub typed: Option<Typed>,
-    /// The bytes of the answer so far, for a call that reads records of the guest.
-    pub read_bytes: Option<u64>,
+    /// The counts of the answer so far, for a stream of records of the guest.
+    pub received: Option<Received>,
     pub permits: Vec<OwnedSemaphorePermit>,
     /// The future that resolves when the call must end; only for streams.
     pub ended: Option<Ended>,
@@ -70,7 +71,7 @@ impl Finish {
             method,
             pending: None,
             typed: None,
-            read_bytes: None,
+            received: None,
             permits: vec![permit],
             caller: Caller::default(),
             ended: None,
@@ -128,17 +129,17 @@ impl Finish {
         }
     }
 
-    /// Counts a frame of the answer of a call that reads records.
+    /// Counts a frame of a stream of records.
     pub fn count(&mut self, frame: &Frame<Bytes>) {
-        if let (Some(bytes), Some(data)) = (&mut self.read_bytes, frame.data_ref()) {
-            *bytes = bytes.saturating_add(data.len() as u64);
+        if let (Some(received), Some(data)) = (&mut self.received, frame.data_ref()) {
+            received.count(data);
         }
     }
 
     /// Returns the part of the outcome that the daemon counts itself.
     fn summary(&self) -> Option<String> {
         let typed = self.typed.as_ref().map(Typed::text);
-        typed.or_else(|| self.read_bytes.map(|bytes| format!("{bytes} bytes read")))
+        typed.or_else(|| self.received.as_ref().map(Received::text))
     }
 }
 

@@ -61,7 +61,7 @@ pub struct Call {
     /// The principal of the person for whom the caller makes the call, once it is identified.
     pub person: Option<String>,
     /// The headers that assert the person, as they were received.
-    pub assertions: HeaderMap,
+    pub assertions: MetadataMap,
     /// The time at which the client gives up.
     deadline: Option<Instant>,
     headers: HeaderMap,
@@ -116,13 +116,14 @@ impl Call {
         }
     }
 
+    /// Returns whether the answer is a stream of the guest's log or events.
+    pub fn streams_records(&self) -> bool {
+        matches!(self.method.effect, Effect::Records | Effect::Stream)
+    }
+
     /// Returns whether the call only reads what the guest's kernel records: its log or events.
     pub fn reads_records(&self) -> bool {
-        match self.method.effect {
-            Effect::Records => true,
-            Effect::Stream => !self.changes(),
-            _ => false,
-        }
+        self.streams_records() && !self.changes()
     }
 
     /// Returns whether the call may change keys or prepare a change of them.
@@ -282,10 +283,10 @@ impl Call {
     }
 }
 
-fn assertions(headers: &HeaderMap) -> HeaderMap {
+fn assertions(headers: &HeaderMap) -> MetadataMap {
     let name = HeaderName::from_static(ASSERTION_METADATA);
     let values = headers.get_all(&name).iter();
-    values.map(|value| (name.clone(), value.clone())).collect()
+    MetadataMap::from_headers(values.map(|value| (name.clone(), value.clone())).collect())
 }
 
 fn forwarded(headers: &HeaderMap) -> HeaderMap {

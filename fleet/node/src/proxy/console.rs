@@ -15,10 +15,9 @@ use sha2::{Digest, Sha256};
 use tonic::Status;
 use tonic::body::Body;
 
+use super::frame::PREFIX;
 use super::status::invalid;
 
-/// The length in bytes of the gRPC prefix of each message, which is a flag and a 32-bit length.
-const PREFIX: usize = 5;
 /// The maximum length of a message in bytes. A client splits longer input into several messages.
 const MAX_MESSAGE_BYTES: usize = 1 << 20;
 

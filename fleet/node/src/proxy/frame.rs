@@ -19,7 +19,7 @@ pub const MAX_REQUEST_BYTES: usize = 32 << 20;
 /// The maximum length in bytes of a monitor's answer that is buffered.
 pub const MAX_ANSWER_BYTES: usize = 4 << 20;
 /// The length in bytes of the gRPC prefix of each message, which is a flag and a 32-bit length.
-const PREFIX: usize = 5;
+pub const PREFIX: usize = 5;
 /// The maximum size of all clients' first messages that are held at the same time, in KiB.
 const MAX_HELD_KIB: usize = 256 << 10;
 

@@ -20,6 +20,7 @@ mod give_back;
 mod guests;
 mod node;
 mod person;
+mod received;
 mod reports;
 mod status;
 mod stream;
@@ -46,6 +47,7 @@ use self::call::Call;
 use self::console::{Typed, Watched};
 use self::frame::{First, first_message};
 pub use self::node::Node;
+use self::received::Received;
 use self::stream::{guarded, until};
 use crate::monitors::HostedGuest;
 use patchbay_proto::methods::Method;
@@ -211,7 +213,7 @@ impl Node {
         finish: &mut Finish,
     ) -> Result<Response<Body>, Status> {
         let sees = self.sees_addresses(call, &guest.name);
-        finish.read_bytes = call.reads_records().then_some(0);
+        finish.received = call.streams_records().then(Received::default);
         let ended = stream::ended(self, call, &guest.name, allowed, sees);
         let body = match call.method.name {
             "StreamConsole" => {

@@ -115,15 +115,17 @@ impl Node {
     /// made must be allowed to change them.
     fn permission(&self, call: &Call, guest: &str, counts: bool) -> Result<Allowed, String> {
         // A call that the person may not make must not be counted for the caller.
-        self.bounds(call, guest, false)?;
+        let mut bounds = self.bounds(call, guest, false)?;
         let guests = [guest];
         let policy = self.admission.policy();
         let permission = policy.permission(&question_of(call, &guests), &guests, counts)?;
         let allowed = Allowed::keys(permission, call.role);
-        let bounds = self.bounds(call, guest, counts)?;
-        Ok(match (bounds, &call.person) {
-            (Some(bounds), Some(person)) => allowed.bounded(person, bounds),
-            _ => allowed,
+        if counts {
+            bounds = self.bounds(call, guest, true)?;
+        }
+        Ok(match bounds {
+            Some((person, bounds)) => allowed.bounded(person, bounds),
+            None => allowed,
         })
     }
 

@@ -14,7 +14,6 @@ use patchbay_proto::fleet::v1::Assertion;
 use patchbay_proto::methods::Effect;
 use prost::Message;
 use tonic::Status;
-use tonic::metadata::MetadataMap;
 
 use super::allowed::{Allowed, decode};
 use super::call::Call;
@@ -55,8 +54,7 @@ impl Node {
     }
 
     fn asserted(&self, call: &Call, guest: &str) -> Result<Option<String>, String> {
-        let metadata = MetadataMap::from_headers(call.assertions.clone());
-        let mut values = metadata.get_all_bin(ASSERTION_METADATA).iter();
+        let mut values = call.assertions.get_all_bin(ASSERTION_METADATA).iter();
         let encoded = match (values.next(), values.next()) {
             (None, _) => return Ok(None),
             (Some(value), None) => value,
@@ -106,20 +104,20 @@ impl Node {
         differences.find_map(|(what, differs)| differs.then_some(what))
     }
 
-    /// Returns the permission for the call's person; `None` if the policy does not limit the
-    /// person. If `counts` is set, the call is counted as a change by the person.
-    pub(super) fn bounds(
+    /// Returns the call's person and the permission for the call; `None` if the policy does not
+    /// limit the person. If `counts` is set, the call is counted as a change by the person.
+    pub(super) fn bounds<'c>(
         &self,
-        call: &Call,
+        call: &'c Call,
         guest: &str,
         counts: bool,
-    ) -> Result<Option<Allowed>, String> {
+    ) -> Result<Option<(&'c str, Allowed)>, String> {
         let policy = self.admission.policy();
         let Some(person) = call.person.as_deref() else {
             return Ok(None);
         };
         // Everyone who may abort a rollout can end its claims on every host.
-        if gives_back(call) || !policy.current().bounds(person) {
+        if !policy.current().bounds(person) || gives_back(call) {
             return Ok(None);
         }
         let guests = [guest];
@@ -130,6 +128,6 @@ impl Node {
         let permission = policy.permission(&question, &guests, counts);
         let permission =
             permission.map_err(|why| format!("the call is made for {person}, and {why}"))?;
-        Ok(Some(Allowed::keys(permission, call.role)))
+        Ok(Some((person, Allowed::keys(permission, call.role))))
     }
 }

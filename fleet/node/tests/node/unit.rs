@@ -7,37 +7,95 @@ use std::process::Command;
 mod boot;
 
 const UNIT: &str = include_str!("../../patchbayd.service");
-const DROP_IN: &str = include_str!("../../patchbayd-attach.conf");
-const INSTALLED: &str = "/usr/bin/patchbayd";
+const ATTACH: &str = include_str!("../../../../attach/patchbay-attach.service");
 const PROGRAM: &str = env!("CARGO_BIN_EXE_patchbayd");
 
 #[test]
-fn systemd_accepts_the_unit_and_its_drop_in() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = folder.path().join("patchbayd.service");
-    let drop_ins = folder.path().join("patchbayd.service.d");
-    std::fs::create_dir(&drop_ins).expect("created");
-    std::fs::write(drop_ins.join("attach.conf"), DROP_IN).expect("written");
-    // The program is not installed on this machine.
-    let unit = UNIT.replace(INSTALLED, PROGRAM);
-    std::fs::write(&path, unit).expect("written");
-    let verify = Command::new("systemd-analyze")
-        .arg("verify")
-        .arg(&path)
-        .output();
-    let output = match verify {
-        Ok(output) => output,
-        Err(error) => {
-            eprintln!("SKIPPED: systemd-analyze cannot be run: {error}");
-            return;
-        }
+fn systemd_accepts_the_units() {
+    for (name, unit) in [
+        ("patchbayd.service", UNIT),
+        ("patchbay-attach.service", ATTACH),
+    ] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join(name);
+        // The programs are not installed on this machine.
+        let lines = unit
+            .lines()
+            .map(|line| match line.starts_with("ExecStart=") {
+                true => format!("ExecStart={PROGRAM}\n"),
+                false => format!("{line}\n"),
+            });
+        std::fs::write(&path, lines.collect::<String>()).expect("written");
+        let verify = Command::new("systemd-analyze")
+            .arg("verify")
+            .arg(&path)
+            .output();
+        let output = match verify {
+            Ok(output) => output,
+            Err(error) => {
+                eprintln!("SKIPPED: systemd-analyze cannot be run: {error}");
+                return;
+            }
+        };
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{text}");
+        let about_it = text.lines().filter(|line| line.contains(name));
+        assert_eq!(about_it.collect::<Vec<_>>(), Vec::<&str>::new());
+    }
+}
+
+/// Returns the capabilities of a unit, in order.
+fn capabilities(unit: &str) -> Vec<&str> {
+    let lines = unit.lines();
+    let sets = lines.filter_map(|line| line.strip_prefix("CapabilityBoundingSet="));
+    let mut all: Vec<&str> = sets.flat_map(str::split_whitespace).collect();
+    all.sort_unstable();
+    all
+}
+
+/// The daemon must not gain the rights of the attachers, whose rights must not grow either.
+#[test]
+fn each_unit_has_only_the_rights_that_it_needs() {
+    assert_eq!(capabilities(UNIT), ["CAP_DAC_READ_SEARCH", "CAP_SETUID"]);
+    assert_eq!(
+        capabilities(ATTACH),
+        [
+            "CAP_BPF",
+            "CAP_DAC_OVERRIDE",
+            "CAP_PERFMON",
+            "CAP_SETGID",
+            "CAP_SETUID",
+            "CAP_SYS_PTRACE"
+        ]
+    );
+    let calls = |unit: &'static str| {
+        let mut lines = unit.lines();
+        lines.find_map(|line| line.strip_prefix("SystemCallFilter="))
     };
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{text}");
-    let about_it = text
-        .lines()
-        .filter(|line| line.contains("patchbayd.service"));
-    assert_eq!(about_it.collect::<Vec<_>>(), Vec::<&str>::new());
+    assert_eq!(calls(UNIT), Some("@system-service"));
+    assert_eq!(
+        calls(ATTACH),
+        Some("@system-service ptrace pidfd_getfd bpf")
+    );
+    // Whatever confines the daemon confines the attachers, with these exceptions.
+    let confines = |line: &&str| {
+        let names = ["Protect", "Restrict", "Private", "Memory", "Lock", "Key"];
+        let others = ["NoNew", "DevicePolicy", "SystemCall", "LimitCORE", "UMask"];
+        names
+            .iter()
+            .chain(&others)
+            .any(|name| line.starts_with(name))
+    };
+    let missing = UNIT.lines().filter(confines);
+    let missing = missing.filter(|line| !ATTACH.lines().any(|other| other == *line));
+    let expected = [
+        "MemoryMax=2G",
+        "ProtectProc=invisible",
+        "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6",
+        "RestrictSUIDSGID=yes",
+        "SystemCallFilter=@system-service",
+    ];
+    assert_eq!(missing.collect::<Vec<_>>(), expected);
 }
 
 #[test]

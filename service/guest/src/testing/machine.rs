@@ -9,6 +9,7 @@ use crate::console::Console;
 use crate::guest::{Guest, GuestDescription, Intended, Machine, PausedGuest, Transport};
 use crate::memory::GuestRam;
 use crate::pause::{Activity, LateVcpu, PauseError};
+use crate::snapshot::{ControlState, MemorySink, SaveError};
 
 use super::image::MEMORY_BYTES;
 use super::{Hook, InMemoryGuest, lock};
@@ -148,6 +149,18 @@ impl Guest for InMemoryGuest {
 
     fn will_write_running(&self, ledger: &[u8; 32]) {
         lock(&self.told).push(Told::WillWriteRunning(*ledger));
+    }
+
+    /// Refuses as a monitor without snapshots does, and keeps what the service would have stored.
+    fn save(
+        &self,
+        _: &PausedInMemory,
+        control: ControlState,
+        _: &mut dyn MemorySink,
+    ) -> Result<Vec<u8>, SaveError> {
+        lock(&self.saved).push(control);
+        let why = "the guest's monitor saves no snapshots";
+        Err(SaveError::Unable(why.to_owned()))
     }
 
     fn will_write(&self, change: Intended<'_>) -> Result<(), PauseError> {

@@ -25,6 +25,7 @@ pub use self::structures::Gate;
 use crate::abi;
 use crate::memory::GuestRam;
 use crate::requests::GuestRequests;
+use crate::snapshot::ControlState;
 
 struct KeyAddresses {
     key: u64,
@@ -55,6 +56,7 @@ pub struct InMemoryGuest {
     loses_writes: AtomicBool,
     held: Arc<AtomicBool>,
     told: Arc<Mutex<Vec<Told>>>,
+    saved: Mutex<Vec<ControlState>>,
     pauses: AtomicU64,
     rips: Mutex<Vec<u64>>,
     pressed: AtomicBool,
@@ -97,6 +99,7 @@ impl InMemoryGuest {
             loses_writes: AtomicBool::new(false),
             held: Arc::default(),
             told: Arc::default(),
+            saved: Mutex::default(),
             pauses: AtomicU64::new(0),
             rips: Mutex::default(),
             pressed: AtomicBool::new(false),
@@ -531,6 +534,11 @@ impl InMemoryGuest {
     /// Returns what the service has told about changes since the last call.
     pub fn told(&self) -> Vec<Told> {
         std::mem::take(&mut *lock(&self.told))
+    }
+
+    /// Returns the service's part of each snapshot that it has asked for since the last call.
+    pub fn saved(&self) -> Vec<ControlState> {
+        std::mem::take(&mut *lock(&self.saved))
     }
 
     /// Sets a function that is called in each pause, before

@@ -103,6 +103,7 @@ fn keys_errors() -> Vec<KeysError> {
         GuestStopped => GuestStopped,
         GuestPaused => GuestPaused,
         NotPoweredOff { .. } => NotPoweredOff { waited: Duration::ZERO, seen: true },
+        NotSaved { .. } => NotSaved { message: text() },
     };
     errors.extend(refusals().into_iter().map(key_refused));
     errors.extend(claim_refusals().into_iter().map(claims_refused));

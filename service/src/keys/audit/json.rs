@@ -51,11 +51,21 @@ fn open(object: &mut String) {
     }
 }
 
+/// Tells for each byte whether a JSON string contains it as it is.
+static PLAIN: [bool; 256] = {
+    let mut plain = [false; 256];
+    let mut byte = b' ';
+    while byte <= b'~' {
+        plain[byte as usize] = byte != b'"' && byte != b'\\';
+        byte += 1;
+    }
+    plain
+};
+
 /// Appends a string in quotes.
 fn add_text(to: &mut String, text: &str) -> serde_json::Result<()> {
     // Most names are too short for a check of many bytes at once to be faster.
-    let is_plain = |byte: u8| matches!(byte, b' '..=b'~') && byte != b'"' && byte != b'\\';
-    if text.bytes().all(is_plain) {
+    if text.bytes().all(|byte| PLAIN[usize::from(byte)]) {
         to.push('"');
         to.push_str(text);
         to.push('"');

@@ -13,6 +13,8 @@
 //! Probes of tracepoints are not kept. When the file is read, holds on a tracepoint are bound to
 //! the probes that the tracepoint has then.
 
+mod copied;
+mod moved;
 mod settle;
 mod v1;
 
@@ -29,6 +31,8 @@ use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+pub use self::copied::CopiedHolds;
+pub use self::moved::{MoveError, Moved};
 use super::mark::Mark;
 use super::{Claims, KeyClaims, MadeRequest, MadeRequests, OwnerState, expiry};
 use crate::keys::holds::{Hold, KeyHolds, Taking};
@@ -235,6 +239,12 @@ impl SavedHolds {
         }
     }
 
+    /// Returns the largest number of these holds, 0 if there are none.
+    fn newest(&self) -> u64 {
+        let numbers = self.holds.iter().map(|hold| hold.number);
+        numbers.max().unwrap_or(0)
+    }
+
     /// Returns whether a count can contain the references.
     fn is_plausible(&self) -> bool {
         let references = self.holds.iter().map(|hold| u64::from(hold.references));
@@ -285,6 +295,9 @@ impl Ledger {
         let mut holds = self.now.holds.iter().chain(pending_holds);
         if self.newest_hold() > MAX_NUMBER {
             return Err("the number of its newest hold is too large");
+        }
+        if holds.clone().any(|of| of.newest() > self.newest_hold()) {
+            return Err("one of its holds has a larger number than its newest hold");
         }
         if !holds.all(SavedHolds::is_plausible) {
             return Err("the holds on one of its keys have more references than a count");
@@ -386,8 +399,7 @@ impl LedgerFile {
             None => None,
             Some(bytes) => match Ledger::decode(&bytes) {
                 Ok(ledger) if ledger.process == process => {
-                    let digest = digest_of(&bytes).unwrap_or_default();
-                    mark = Mark::read(path, &digest).unwrap_or_else(|error| {
+                    mark = Mark::read(path, &bytes).unwrap_or_else(|error| {
                         tracing::warn!(path = shown, %error, "the mark beside the ledger is ignored");
                         None
                     });

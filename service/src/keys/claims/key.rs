@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The claims on one key, and the references that they need.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
+use smallvec::SmallVec;
 use static_keys::KeyId;
 
 use super::{Owner, Verdict};
@@ -98,7 +100,7 @@ pub struct Seen {
     /// The number of references of holds that no claim has made.
     pub others: u32,
     /// The holders of the references that claims have taken.
-    pub holders: Vec<String>,
+    pub holders: SmallVec<[Arc<str>; 1]>,
     /// True if the key belongs to a tracepoint. Such a key is on or off, and all its holds share
     /// one reference. `own` is 1 if the key would stay on after all its holds had ended.
     pub tracepoint: bool,
@@ -129,7 +131,7 @@ pub struct Target {
 
 impl Target {
     /// Returns the holders of the references that claims have.
-    pub fn holders(&self) -> impl Iterator<Item = String> {
+    pub fn holders(&self) -> impl Iterator<Item = &Arc<str>> {
         self.held.iter().chain(&self.on).map(Owner::holder)
     }
 
@@ -155,11 +157,11 @@ impl KeyClaims {
         &self.stack
     }
 
-    /// Returns the time of a claim that is to be the newest. The clock may have been set back since
-    /// the newest claim was made.
-    pub fn newest_since(&self) -> SystemTime {
+    /// Returns the time of a claim that is made at `now` and is to be the newest. The clock may
+    /// have been set back since the newest claim was made.
+    pub fn newest_since(&self, now: SystemTime) -> SystemTime {
         let newest = self.stack.iter().map(|claim| claim.since).max();
-        SystemTime::now().max(newest.unwrap_or(SystemTime::UNIX_EPOCH))
+        now.max(newest.unwrap_or(SystemTime::UNIX_EPOCH))
     }
 
     /// Returns an owner's claim.
@@ -191,7 +193,7 @@ impl KeyClaims {
     }
 
     /// Returns all holders in whose names the claims may have references.
-    pub fn holders(&self) -> impl Iterator<Item = String> {
+    pub fn holders(&self) -> impl Iterator<Item = &Arc<str>> {
         let held = self.stack.iter().filter(|claim| !claim.want.decides());
         held.map(|claim| &claim.owner)
             .chain(&self.on)
@@ -236,7 +238,7 @@ impl KeyClaims {
 
     /// Voids the claims that the guest has changed since their references were counted.
     pub fn observe(&mut self, seen: &Seen) {
-        let has = |owner: &Owner| seen.holders.contains(&owner.holder());
+        let has = |owner: &Owner| seen.holders.contains(owner.holder());
         let lost = self.on.as_ref().is_some_and(|owner| !has(owner));
         // An ON takes no hold on a tracepoint that is on already, and clients may fire it later.
         let hides = seen.is_on_for_clients_alone();

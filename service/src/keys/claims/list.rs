@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Lists claims in pages.
 
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use patchbay_guest::kernel_memory::KernelMemory;
-use static_keys::{Patterns, split_name};
+use smallvec::SmallVec;
+use static_keys::Patterns;
 
 use super::{Claim, KeyClaims, Owner, Seen, Verdict};
 use crate::keys::handle::Keys;
@@ -76,10 +78,9 @@ impl Keys {
             Some((registration, registration.memory(ram)))
         });
         for (name, claims) in book.claims.keys_from(&query.page_token) {
-            let (module, key) = split_name(name);
             // The counts of other owners' keys are not read, because the lock of the book is held.
             let mut owners = claims.stack().iter().map(|claim| &claim.owner);
-            if !owners.any(|owner| query.selects(owner)) || !query.patterns.select(module, key) {
+            if !owners.any(|owner| query.selects(owner)) || !query.patterns.select_full(name) {
                 continue;
             }
             if page.claims.len() >= query.page_size || bytes > PAGE_BYTES / 2 {
@@ -141,21 +142,22 @@ impl Seen {
     /// Returns the references of a key with this state and these holds. Holds that the guest has
     /// voided must be removed first.
     pub(in crate::keys) fn of(claims: &KeyClaims, holds: &KeyHolds, state: &KeyState) -> Self {
-        let ours: Vec<String> = claims.holders().collect();
-        let is_ours = |hold: &&Hold| ours.iter().any(|holder| **holder == *hold.holder);
-        let (of_claims, others): (Vec<&Hold>, Vec<&Hold>) =
-            holds.as_slice().iter().partition(is_ours);
+        let is_ours = |hold: &Hold| claims.holders().any(|holder| *holder == hold.holder);
+        let (mut holders, mut others) = (SmallVec::new(), 0);
+        for hold in holds.as_slice() {
+            match is_ours(hold) {
+                true => holders.push(Arc::clone(&hold.holder)),
+                false => others += hold.references,
+            }
+        }
         let count = u32::try_from(state.count).unwrap_or(0);
         Self {
             own: match state.tracepoint {
                 true => u32::from(holds.would_leave_on(state)),
                 false => count.saturating_sub(holds.references()),
             },
-            others: others.iter().map(|hold| hold.references).sum(),
-            holders: of_claims
-                .iter()
-                .map(|hold| hold.holder.to_string())
-                .collect(),
+            others,
+            holders,
             tracepoint: state.tracepoint,
             no_probes: state.probes.is_some_and(|probes| probes.is_empty()),
         }

@@ -74,14 +74,14 @@ impl Mark {
         LogPath::new(&Self::path(ledger))?.replace(&serde_json::to_vec(self)?)
     }
 
-    /// Reads the mark of a ledger with this digest. Returns `None` if the mark is torn or contains
-    /// another digest.
-    pub(super) fn read(path: &Path, ledger: &str) -> io::Result<Option<Self>> {
+    /// Reads the mark of the ledger at `path` that has this content. Returns `None` if the mark is
+    /// torn or belongs to another content.
+    pub(super) fn read(path: &Path, ledger: &[u8]) -> io::Result<Option<Self>> {
         let place = LogPath::new(&Self::path(path))?;
         let Some(content) = file::read(&place, MAX_BYTES)? else {
             return Ok(None);
         };
-        let mark = serde_json::from_slice(&content).ok();
-        Ok(mark.filter(|mark: &Self| mark.ledger == ledger))
+        let mark: Option<Self> = serde_json::from_slice(&content).ok();
+        Ok(mark.filter(|mark| file::digest_of(ledger).as_ref() == Some(&mark.ledger)))
     }
 }

@@ -38,12 +38,14 @@ mod mark;
 mod owners;
 mod request;
 
+use std::ops::Deref;
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
 pub use self::digest::intent_digest;
-pub use self::file::{LedgerError, LedgerFile};
+pub use self::file::{CopiedHolds, LedgerError, LedgerFile, MoveError, Moved};
 pub use self::key::{Claim, GuestHolds, KeyClaims, Seen, Target, Want};
 pub(super) use self::list::look;
 pub use self::list::{ClaimPage, ClaimQuery, ClaimView};
@@ -55,21 +57,57 @@ pub use self::request::{ClaimsOutcome, ClaimsRequest, Content, content};
 /// The longest name that an owner may choose, in bytes.
 pub const MAX_NAME_BYTES: usize = 128;
 
-/// The maker of a set of claims.
+/// The maker of a set of claims. Each claim has its owner, so copies share the names.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Owner {
+#[serde(from = "OwnerNames")]
+pub struct Owner(Arc<OwnerNames>);
+
+/// The names of an [`Owner`].
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct OwnerNames {
     /// The principal: "uid:N", or a name that the host's daemon asserts.
     pub principal: String,
     /// The name that the principal chose, such as "rollout/net-canary".
     pub name: String,
+    /// See [`Owner::holder`].
+    #[serde(skip)]
+    holder: Arc<str>,
 }
 
 impl Owner {
+    /// Creates an owner.
+    #[must_use]
+    pub fn new(principal: impl Into<String>, name: impl Into<String>) -> Self {
+        let (principal, name) = (principal.into(), name.into());
+        let holder = format!("{principal} \u{b7} {name}").into();
+        Self(Arc::new(OwnerNames {
+            principal,
+            name,
+            holder,
+        }))
+    }
+
     /// Returns the holder of the references that the owner's claims take. The holder differs from
     /// every principal, because the names of principals are ASCII.
     #[must_use]
-    pub fn holder(&self) -> String {
-        format!("{} \u{b7} {}", self.principal, self.name)
+    pub fn holder(&self) -> &Arc<str> {
+        &self.0.holder
+    }
+}
+
+/// An owner has the fields of its [`OwnerNames`].
+impl Deref for Owner {
+    type Target = OwnerNames;
+
+    fn deref(&self) -> &OwnerNames {
+        &self.0
+    }
+}
+
+/// The holder is computed from the names and is not stored.
+impl From<OwnerNames> for Owner {
+    fn from(names: OwnerNames) -> Self {
+        Self::new(names.principal, names.name)
     }
 }
 
@@ -132,6 +170,29 @@ mod expiry {
     pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Expiry, D::Error> {
         let at: Option<SystemTime> = Option::deserialize(from)?;
         Ok(at.map(|at| (super::instant_of(at), at)))
+    }
+}
+
+/// A shared answer in its saved form.
+mod shared {
+    use std::sync::Arc;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    use super::Answer;
+
+    pub fn serialize<S: Serializer>(
+        answer: &Option<Arc<Answer>>,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        answer.as_deref().serialize(to)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<Option<Arc<Answer>>, D::Error> {
+        let answer: Option<Answer> = Option::deserialize(from)?;
+        Ok(answer.map(Arc::new))
     }
 }
 

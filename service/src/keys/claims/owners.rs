@@ -2,11 +2,12 @@
 //! The owners of claims, their generations, and the claims of all keys.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Answer, Content, KeyAnswer, KeyClaims, Owner, expiry};
+use super::{Answer, Content, KeyAnswer, KeyClaims, Owner, expiry, shared};
 
 /// The maximum number of claims on the keys of a guest.
 pub const MAX_CLAIMS: usize = 65_536;
@@ -48,7 +49,8 @@ pub struct OwnerState {
     #[serde(with = "expiry")]
     pub expires: Option<(Instant, SystemTime)>,
     /// The answer to this request; `None` until the request was made.
-    pub answer: Option<Answer>,
+    #[serde(with = "shared")]
+    pub answer: Option<Arc<Answer>>,
     /// Time of this request; `None` if an earlier program has written the ledger.
     #[serde(default)]
     pub last: Option<SystemTime>,
@@ -60,7 +62,7 @@ pub enum Fenced {
     /// The request is new, or was not made yet.
     New,
     /// The request was made, with this answer.
-    Answered(Answer),
+    Answered(Arc<Answer>),
 }
 
 /// The reason why a request of an owner is refused.
@@ -102,6 +104,11 @@ impl Claims {
     /// Returns the claimed keys from this name on, ordered by name.
     pub fn keys_from(&self, name: &str) -> impl Iterator<Item = (&String, &KeyClaims)> {
         self.keys.range(name.to_owned()..)
+    }
+
+    /// Returns the owners, ordered by their last answer.
+    pub fn owners(&self) -> &[OwnerState] {
+        &self.owners
     }
 
     /// Returns all claimed keys, to be changed in place.
@@ -186,7 +193,7 @@ impl Claims {
             std::cmp::Ordering::Less => Err(Fence::Stale { current }),
             std::cmp::Ordering::Equal if state.content != *content => Err(Fence::Reused),
             std::cmp::Ordering::Equal => Ok(match &state.answer {
-                Some(answer) => Fenced::Answered(answer.clone()),
+                Some(answer) => Fenced::Answered(Arc::clone(answer)),
                 None => Fenced::New,
             }),
             std::cmp::Ordering::Greater => Ok(Fenced::New),
@@ -267,35 +274,32 @@ impl Claims {
         idle.map(Some).ok_or(too_many)
     }
 
-    /// Keeps the answer to an owner's last request, and the expiry of the owner's claims. If all
-    /// answers take more than [`MAX_ANSWER_BYTES`], the oldest lose their keys. If the newest alone
-    /// takes more, it loses its keys too. Returns whether the owner is known; if not, nothing is
-    /// changed.
-    #[must_use]
-    pub fn answer(
-        &mut self,
+    /// Returns the state of an owner after its last request was answered; `None` if the owner is
+    /// not known. The answer has no keys if it alone takes more than [`MAX_ANSWER_BYTES`].
+    pub fn answered(
+        &self,
         owner: &Owner,
-        answer: Answer,
+        answer: Arc<Answer>,
         expires: Option<(Instant, SystemTime)>,
-    ) -> bool {
-        let Some(at) = self.owners.iter().position(|state| state.owner == *owner) else {
-            return false;
-        };
-        let state = self.owners.remove(at);
-        self.owners.push(OwnerState {
-            answer: Some(answer),
+    ) -> Option<OwnerState> {
+        let mut after = OwnerState {
             expires,
-            ..state
-        });
+            answer: Some(answer),
+            ..self.owner(owner)?.clone()
+        };
+        let mut left = MAX_ANSWER_BYTES;
+        after.limit_answer(&mut left);
+        Some(after)
+    }
+
+    /// Keeps the state of an owner whose last request was answered. If all answers take more than
+    /// [`MAX_ANSWER_BYTES`], the oldest lose their keys. If the newest alone takes more, it loses
+    /// its keys too.
+    pub fn answer(&mut self, state: OwnerState) {
+        self.put_owner(state);
         let mut left = MAX_ANSWER_BYTES;
         let newest_first = self.owners.iter_mut().rev();
-        for answer in newest_first.filter_map(|state| state.answer.as_mut()) {
-            match left.checked_sub(answer.keys.iter().map(bytes).sum()) {
-                Some(rest) => left = rest,
-                None => answer.keys = Vec::new(),
-            }
-        }
-        true
+        newest_first.for_each(|state| state.limit_answer(&mut left));
     }
 
     /// Ends the expiry of an owner's claims, or sets the time at which ending the claims is tried
@@ -326,6 +330,25 @@ impl Claims {
         let due = |(_, claims): &(&String, &KeyClaims)| claims.due().is_some_and(|at| at <= now);
         let due = self.keys.iter().filter(due);
         due.map(|(name, _)| name.clone()).collect()
+    }
+}
+
+impl OwnerState {
+    /// Drops the keys of the answer if it takes more than `left` bytes, and reduces `left`
+    /// otherwise.
+    fn limit_answer(&mut self, left: &mut usize) {
+        let Some(answer) = &mut self.answer else {
+            return;
+        };
+        match left.checked_sub(answer.keys.iter().map(bytes).sum()) {
+            Some(rest) => *left = rest,
+            None => {
+                *answer = Arc::new(Answer {
+                    plan_digest: answer.plan_digest.clone(),
+                    keys: Vec::new(),
+                });
+            }
+        }
     }
 }
 

@@ -6,13 +6,12 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
+use smallvec::SmallVec;
+
 use super::*;
 
 fn owner(name: usize) -> Owner {
-    Owner {
-        principal: format!("uid:{}", name % 2),
-        name: format!("rollout/{name}"),
-    }
+    Owner::new(format!("uid:{}", name % 2), format!("rollout/{name}"))
 }
 
 fn claim(owner: &Owner, want: Want, force: bool) -> Claim {
@@ -25,12 +24,20 @@ fn claim(owner: &Owner, want: Want, force: bool) -> Claim {
     }
 }
 
+/// Keeps an answer. Returns whether its owner is known.
+fn keep(claims: &mut Claims, owner: &Owner, answer: Answer) -> bool {
+    let state = claims.answered(owner, Arc::new(answer), None);
+    let is_known = state.is_some();
+    state.into_iter().for_each(|state| claims.answer(state));
+    is_known
+}
+
 /// A key of a guest: the references of the guest, of clients and of claims.
 #[derive(Clone, Debug, Default)]
 struct Guest {
     own: u32,
     others: u32,
-    holders: Vec<String>,
+    holders: SmallVec<[Arc<str>; 1]>,
     claims: KeyClaims,
 }
 
@@ -60,7 +67,7 @@ impl Guest {
         let target = claims.target(&seen, Some(owner))?;
         claims.settle(&target);
         self.own = target.own;
-        self.holders = target.holders().collect();
+        self.holders = target.holders().cloned().collect();
         self.claims = claims;
         assert_eq!(i64::from(self.count()), target.count(&seen) as i64);
         Ok(())
@@ -153,7 +160,7 @@ proptest! {
             let expected = match &last {
                 Some((current, ..)) if generation < *current => Err(Fence::Stale { current: *current }),
                 Some((current, of, _)) if generation == *current && content != *of => Err(Fence::Reused),
-                Some((current, _, Some(answer))) if generation == *current => Ok(Fenced::Answered(answer.clone())),
+                Some((current, _, Some(answer))) if generation == *current => Ok(Fenced::Answered(Arc::new(answer.clone()))),
                 _ => Ok(Fenced::New),
             };
             prop_assert_eq!(&fenced, &expected);
@@ -161,7 +168,7 @@ proptest! {
                 claims.raise(&owner, generation, [content; 32], 0, SystemTime::now()).expect("few");
                 let answer = answered.then(|| Answer { plan_digest: format!("{generation}"), ..Answer::default() });
                 if let Some(answer) = &answer {
-                    prop_assert!(claims.answer(&owner, answer.clone(), None));
+                    prop_assert!(keep(&mut claims, &owner, answer.clone()));
                 }
                 last = Some((generation, content, answer));
             }
@@ -348,21 +355,18 @@ fn claims_stand_in_the_order_in_which_they_were_wanted() {
 fn a_claim_without_a_time_is_the_newest() {
     let mut key = KeyClaims::default();
     let start = SystemTime::now();
-    assert!(key.newest_since() >= start);
+    assert!(key.newest_since(SystemTime::now()) >= start);
     let since = start + Duration::from_hours(1);
     key.put(Claim {
         since,
         ..claim(&owner(0), Want::On, false)
     });
-    assert_eq!(key.newest_since(), since);
+    assert_eq!(key.newest_since(SystemTime::now()), since);
 }
 
 #[test]
 fn claims_and_owners_are_bounded() {
-    let owner = |name: usize| Owner {
-        principal: format!("uid:{}", name % 4),
-        name: name.to_string(),
-    };
+    let owner = |name: usize| Owner::new(format!("uid:{}", name % 4), name.to_string());
     let mut claims = Claims::default();
     for number in 0..MAX_OWNERS {
         claims
@@ -414,7 +418,8 @@ fn keys_that_could_not_be_returned_are_tried_again_later_and_later() {
 
 #[test]
 fn holders_of_claims_are_no_principals() {
-    let holder = owner(0).holder();
+    let owner = owner(0);
+    let holder = &**owner.holder();
     assert_eq!(holder, "uid:0 · rollout/0");
     assert!(crate::auth::Principal::asserted(holder.as_bytes()).is_err());
 }
@@ -442,7 +447,7 @@ fn answers_are_kept_within_a_limit() {
         claims
             .raise(&owner, 3, [1; 32], 0, SystemTime::now())
             .expect("room");
-        assert!(claims.answer(&owner, answer(keys, text), None));
+        assert!(keep(&mut claims, &owner, answer(keys, text)));
         let kept = |name: usize| match claims.fence(&super::tests::owner(name), 3, &[1; 32]) {
             Ok(Fenced::Answered(answer)) => Some(answer.keys.len()),
             _ => None,
@@ -462,10 +467,7 @@ fn answers_are_kept_within_a_limit() {
 fn a_principal_has_a_limited_number_of_owners() {
     let mut claims = Claims::default();
     let mut raise = |principal: &str, name: usize| {
-        let owner = Owner {
-            principal: principal.to_owned(),
-            name: name.to_string(),
-        };
+        let owner = Owner::new(principal.to_owned(), name.to_string());
         claims.raise(&owner, 1, [0; 32], 0, SystemTime::now())
     };
     for name in 0..1_024 {
@@ -482,14 +484,9 @@ fn an_idle_owner_makes_room() {
     let (zero, hour) = (Duration::ZERO, Duration::from_hours(1));
     let start = SystemTime::now();
     for (principals, refusal) in [(1, TooMany::OwnersOfPrincipal), (4, TooMany::Owners)] {
-        let owner = |name: usize| Owner {
-            principal: format!("uid:{}", name % principals),
-            name: name.to_string(),
-        };
-        let other = |principal: &str| Owner {
-            principal: principal.to_owned(),
-            name: "other".to_owned(),
-        };
+        let owner =
+            |name: usize| Owner::new(format!("uid:{}", name % principals), name.to_string());
+        let other = |principal: &str| Owner::new(principal.to_owned(), "other".to_owned());
         let mut claims = Claims::default();
         let raise =
             |claims: &mut Claims, owner, at| claims.raise(&owner, 1, [0; 32], 0, start + at);
@@ -527,6 +524,6 @@ fn an_idle_owner_makes_room() {
 #[test]
 fn an_answer_to_an_unknown_owner_is_not_kept() {
     let mut claims = Claims::default();
-    assert!(!claims.answer(&owner(0), Answer::default(), None));
+    assert!(!keep(&mut claims, &owner(0), Answer::default()));
     assert!(claims.is_empty());
 }

@@ -42,7 +42,7 @@ impl<G: Guest> Executor<G> {
             return true;
         }
         let owner = owner.map(|(owner, _)| owner);
-        let wanted = Wanted::end(owner, ending.keys.clone(), self.ledger.boot());
+        let wanted = Wanted::end(owner, &ending.keys, self.ledger.boot());
         let Err(error) = self.make_claims(&wanted, || false, standstill) else {
             return true;
         };

@@ -3,10 +3,10 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::SystemTime;
 
 use patchbay_guest::guest::Guest;
 use patchbay_guest::kernel_memory::KernelMemory;
+use smallvec::{SmallVec, smallvec};
 use static_keys::{Class, Key, Op, PlanError, split_name};
 
 use super::claims::Wanted;
@@ -17,8 +17,8 @@ use crate::keys::claims::{
 };
 use crate::keys::error::{KeyRefusal, KeysError};
 use crate::keys::gate::ClosedGate;
-use crate::keys::holds::{Hold, KeyHolds, KeyInstance, KeyState, Taking};
-use crate::keys::registry::{Registration, Snapshot};
+use crate::keys::holds::{KeyHolds, KeyInstance, KeyState};
+use crate::keys::registry::Registration;
 use crate::keys::request::{KeyUpdate, Target};
 
 /// The largest difference by which claims change a count.
@@ -50,8 +50,8 @@ impl Refused {
 }
 
 /// A change of the claims on one key, and of the references that follow from them.
-pub(super) struct Step {
-    pub name: String,
+pub(super) struct Step<'a> {
+    pub name: &'a str,
     /// The state that the owner wants; `None` if its claim ends.
     pub want: Option<Want>,
     /// The key; `None` if the kernel has no such key, or if the key cannot be changed.
@@ -59,7 +59,7 @@ pub(super) struct Step {
     pub state: Option<KeyState>,
     pub before: i32,
     pub after: i32,
-    pub ops: Vec<Op>,
+    pub ops: SmallVec<[Op; 1]>,
     /// The claims after the change.
     pub claims: KeyClaims,
     /// The holds after the change.
@@ -69,14 +69,13 @@ pub(super) struct Step {
     refused: Option<Refused>,
 }
 
-impl Step {
+impl Step<'_> {
     /// Returns the updates of the key.
     pub fn updates(&self) -> impl Iterator<Item = KeyUpdate> {
-        let name: Arc<str> = self.name.as_str().into();
         let ops = self.ops.iter().zip(self.instance.into_iter().cycle());
-        ops.map(move |(op, instance)| KeyUpdate {
+        ops.map(|(op, instance)| KeyUpdate {
             keys: Target::Held {
-                name: Arc::clone(&name),
+                name: Arc::clone(self.holds.name()),
                 instance,
             },
             op: *op,
@@ -105,7 +104,7 @@ impl Step {
             (None, None) => (Verdict::Made, String::new(), String::new()),
         };
         KeyAnswer {
-            key: self.name.clone(),
+            key: self.name.to_owned(),
             want: self.want,
             verdict,
             reason,
@@ -148,24 +147,23 @@ impl<G: Guest> Executor<G> {
     }
 
     /// Computes the step of one key. `refused` contains the keys that the planner has refused.
-    pub(super) fn step(
+    pub(super) fn step<'a>(
         &self,
-        snapshot: &Snapshot,
-        wanted: &Wanted<'_>,
-        name: &str,
+        registration: &Registration,
+        memory: &KernelMemory,
+        wanted: &Wanted<'a>,
+        (name, want): (&'a str, Option<Want>),
         refused: &HashMap<String, Refused>,
-    ) -> Result<Step, Failure> {
-        let registration = &*snapshot.registration;
-        let want = wanted.claims.get(name).copied();
+    ) -> Result<Step<'a>, Failure> {
         let claims = self.shared.book().claims.key(name).cloned();
         let mut step = Step {
-            name: name.to_owned(),
+            name,
             want,
             instance: None,
             state: None,
             before: 0,
             after: 0,
-            ops: Vec::new(),
+            ops: SmallVec::new(),
             claims: claims.unwrap_or_default(),
             holds: KeyHolds::default(),
             was_void: false,
@@ -181,8 +179,7 @@ impl<G: Guest> Executor<G> {
             step.claims.lose();
         }
         step.claims.bind(instance);
-        let memory = registration.memory(self.guest.ram());
-        let Some(state) = registration.state(&memory, key) else {
+        let Some(state) = registration.state(memory, key) else {
             let error = KeysError::KeyRefused {
                 key: name.into(),
                 reason: KeyRefusal::TableRefused,
@@ -218,30 +215,34 @@ impl<G: Guest> Executor<G> {
     fn replace(
         &self,
         wanted: &Wanted<'_>,
-        step: &mut Step,
+        step: &mut Step<'_>,
         seen: &Seen,
         mut refusal: Option<Refused>,
     ) {
-        let observed = step.claims.clone();
-        let old = wanted.owner.and_then(|owner| observed.of(owner));
+        let old = wanted.owner.and_then(|owner| step.claims.of(owner));
         step.was_void = old.is_some_and(|claim| claim.void);
         let count = u64::from(step.before.unsigned_abs());
         let mut target = None;
         if let (Some(owner), Some(want), None) = (wanted.owner, step.want, &refusal) {
-            let newest = step.claims.newest_since();
+            let observed = step.claims.clone();
+            let newest = || step.claims.newest_since(wanted.now);
+            let since = wanted.made_at.unwrap_or_else(newest);
             step.claims.put(Claim {
                 owner: owner.clone(),
                 want,
                 force: wanted.force,
-                since: wanted.made_at.unwrap_or(newest),
+                since,
                 void: false,
             });
             match step.claims.target(seen, Some(owner)) {
                 Ok(found) if found.count(seen).abs_diff(count) <= MAX_STEPS => {
                     target = Some(found);
                 }
-                Ok(_) => refusal = Some(too_far(&step.name, step.before)),
-                Err(GuestHolds(own)) => refusal = Some(guest_holds(&step.name, own)),
+                Ok(_) => refusal = Some(too_far(step.name, step.before)),
+                Err(GuestHolds(own)) => refusal = Some(guest_holds(step.name, own)),
+            }
+            if target.is_none() {
+                step.claims = observed;
             }
         }
         let target = match target {
@@ -249,14 +250,13 @@ impl<G: Guest> Executor<G> {
             None => {
                 // The set is replaced as a whole, so an earlier claim ends even if the new one is
                 // refused.
-                step.claims = observed;
                 if let Some(owner) = wanted.owner {
                     step.claims.take(owner);
                 }
                 match step.claims.target(seen, None) {
                     Ok(target) => target,
                     Err(GuestHolds(own)) => {
-                        step.refused = Some(guest_holds(&step.name, own));
+                        step.refused = Some(guest_holds(step.name, own));
                         return;
                     }
                 }
@@ -270,20 +270,14 @@ impl<G: Guest> Executor<G> {
         }
         step.after = i32::try_from(target.count(seen)).unwrap_or(i32::MAX);
         step.ops = ops(step.before, step.after);
-        let (ours, names): (Vec<String>, Vec<String>) =
-            (step.claims.holders().collect(), target.holders().collect());
-        for holder in ours.iter().filter(|holder| !names.contains(holder)) {
-            while step.holds.drop_one(|hold| *hold.holder == **holder) {}
+        let is_kept = |holder: &Arc<str>| target.holders().any(|kept| kept == holder);
+        for holder in step.claims.holders().filter(|holder| !is_kept(holder)) {
+            while step.holds.drop_one(|hold| hold.holder == *holder) {}
         }
-        for holder in names.iter().filter(|name| !seen.holders.contains(name)) {
-            let taking = Taking {
-                holder: holder.as_str().into(),
-                reason: "claim".into(),
-                since: SystemTime::now(),
-                expires: None,
-                fired: false,
-            };
-            step.holds.take(&Hold::new(0, 1, taking));
+        for holder in target.holders() {
+            if !seen.holders.contains(holder) {
+                step.holds.take(&wanted.hold(holder));
+            }
         }
         step.claims.settle(&target);
         // The remaining holds are bound to the current probes, as when a client parks it.
@@ -300,13 +294,13 @@ impl<G: Guest> Executor<G> {
 
     /// Returns the reason why a key is not in the catalog. Similar names are not searched for,
     /// because a set may have thousands of keys.
-    fn absent(&self, registration: &Registration, step: &Step) -> KeysError {
-        let name = &step.name;
+    fn absent(&self, registration: &Registration, step: &Step<'_>) -> KeysError {
+        let name = step.name;
         let live = self.shared.registry.live_epochs();
         let is_live = |instance: KeyInstance| live.contains(&instance.epoch);
         if step.claims.instance.is_some_and(is_live) {
             return KeysError::KeyRefused {
-                key: name.as_str().into(),
+                key: name.into(),
                 reason: KeyRefusal::ModuleRefused,
                 message: format!(
                     "key {name}: its module is loaded and not registered at the moment; try again once it is"
@@ -317,13 +311,13 @@ impl<G: Guest> Executor<G> {
         let is_known = registration.other_modules().any(|other| other == module);
         let error = is_known.then(|| registration.find(name).err()).flatten();
         error.unwrap_or_else(|| KeysError::KeyNotFound {
-            name: name.clone(),
+            name: name.to_owned(),
             near: Vec::new(),
         })
     }
 
     /// Leaves a key unchanged that does not exist or cannot be read.
-    fn leave(&self, wanted: &Wanted<'_>, step: &mut Step, error: &KeysError) {
+    fn leave(&self, wanted: &Wanted<'_>, step: &mut Step<'_>, error: &KeysError) {
         if let Some(owner) = wanted.owner {
             step.was_void = step.claims.of(owner).is_some_and(|claim| claim.void);
             step.claims.take(owner);
@@ -365,16 +359,10 @@ impl<G: Guest> Executor<G> {
                 ),
             },
             Class::Never => KeysError::from(&PlanError::Never { key: name() }),
-            Class::Guarded if !permitted && wanted.allow_guarded => KeysError::KeyRefused {
-                key: (&*name()).into(),
-                reason: KeyRefusal::Guarded,
-                message: format!(
-                    "key {} is guarded, and its monitor was started without permission for such \
-                     keys; start it with permission",
-                    name()
-                ),
+            Class::Guarded if !permitted => match wanted.allow_guarded {
+                true => KeysError::guarded_by_monitor(&key.full_name),
+                false => KeysError::from(&PlanError::Guarded { key: name() }),
             },
-            Class::Guarded if !permitted => KeysError::from(&PlanError::Guarded { key: name() }),
             _ if registration.catalog.is_ro_after_init(key.id) => {
                 KeysError::from(&PlanError::Sealed { key: name() })
             }
@@ -405,16 +393,16 @@ fn too_far(name: &str, count: i32) -> Refused {
 }
 
 /// Returns the ops that change a count as the guest's own code would.
-fn ops(before: i32, after: i32) -> Vec<Op> {
+fn ops(before: i32, after: i32) -> SmallVec<[Op; 1]> {
     match (before, after) {
-        (0, 1) => vec![Op::Enable],
-        (1, 0) => vec![Op::Disable],
+        (0, 1) => smallvec![Op::Enable],
+        (1, 0) => smallvec![Op::Disable],
         _ => {
             let op = match after > before {
                 true => Op::Inc,
                 false => Op::Dec,
             };
-            vec![op; after.abs_diff(before) as usize]
+            smallvec![op; after.abs_diff(before) as usize]
         }
     }
 }

@@ -5,30 +5,31 @@
 //! change then goes through the same steps as every other change: plan, intent, gates, commit,
 //! report.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use patchbay_guest::guest::Guest;
-use static_keys::Class;
+use static_keys::{Class, Key};
 
+use super::claim_checks::{check_boot, check_intent, too_many};
 use super::claim_patterns;
 use super::claim_step::{Refused, Step};
 use super::command::Reply;
-use super::expiry::MONITOR;
 use super::ledger::Touched;
 use super::standstill::Standstill;
 use super::state::Executor;
 use super::transaction::{Blocker, Failure, Flip, Transaction};
+use crate::auth::MONITOR;
 use crate::keys::advice::{self, Known};
 use crate::keys::audit::{ClaimSet, millis};
 use crate::keys::claims::{
-    Answer, Claims, ClaimsOutcome, ClaimsRequest, Fence, Fenced, Owner, TooMany, Want,
-    intent_digest,
+    Answer, Claims, ClaimsOutcome, ClaimsRequest, Owner, OwnerState, Want, intent_digest,
 };
 use crate::keys::draft::{Draft, Terms};
 use crate::keys::error::{ClaimRefusal, KeysError};
 use crate::keys::gate::ClosedGate;
+use crate::keys::holds::{Hold, Taking};
 use crate::keys::outcome::FlipReport;
 use crate::keys::planned::Planned;
 use crate::keys::plans::digest;
@@ -45,15 +46,18 @@ pub(super) struct Wanted<'a> {
     /// The owner whose set is replaced; `None` if the references of keys are only adapted to the
     /// claims.
     pub owner: Option<&'a Owner>,
-    /// The owner's claims.
-    pub claims: HashMap<&'a str, Want>,
-    /// The keys of the set, and the keys whose claims end.
-    pub keys: Vec<String>,
+    /// The keys of the set with the state that the owner wants, and with `None` the keys whose
+    /// claims end. Ordered by name.
+    pub keys: Vec<(&'a str, Option<Want>)>,
     pub allow_guarded: bool,
     pub force: bool,
     pub expires: Option<(Instant, SystemTime)>,
     /// Time of the new claims; `None` if they are to be the newest.
     pub made_at: Option<SystemTime>,
+    /// The time of the request, which all attempts use.
+    pub now: SystemTime,
+    /// The hold that each claim of the owner takes. Its copies share one `Taking`.
+    hold: Option<Hold>,
     /// The boot that the claims are for.
     boot: String,
     /// The claims end without a request, so the owner's last answer is kept.
@@ -67,7 +71,7 @@ pub(super) struct Wanted<'a> {
 /// A change of claims that was made, or validated.
 #[derive(Default)]
 pub(super) struct Made {
-    answer: Answer,
+    answer: Arc<Answer>,
     report: Option<FlipReport>,
     /// The number of sites that are patched.
     sites: u32,
@@ -75,11 +79,11 @@ pub(super) struct Made {
 }
 
 /// One attempt that succeeded.
-struct Attempt {
-    answer: Answer,
-    claims: Claims,
-    /// Keys whose holds change but whose counts do not.
-    silent: Vec<Step>,
+struct Attempt<'a> {
+    answer: Arc<Answer>,
+    /// The state of the owner after the change, if the answer is kept.
+    owner: Option<OwnerState>,
+    steps: Vec<Step<'a>>,
     flip: Option<Flip>,
     /// The number of sites that are patched.
     sites: u32,
@@ -88,16 +92,17 @@ struct Attempt {
 
 impl<'a> Wanted<'a> {
     /// Creates the end of claims without a request.
-    pub fn end(owner: Option<&'a Owner>, keys: Vec<String>, boot: &str) -> Self {
+    pub fn end(owner: Option<&'a Owner>, keys: &'a [String], boot: &str) -> Self {
         Self {
             owner,
             boot: boot.to_owned(),
-            claims: HashMap::new(),
-            keys,
+            keys: keys.iter().map(|name| (name.as_str(), None)).collect(),
             allow_guarded: false,
             force: false,
             expires: None,
             made_at: None,
+            now: SystemTime::now(),
+            hold: None,
             ends: true,
             reason: match owner {
                 Some(owner) => format!("the claims of {} expired", owner.holder()),
@@ -109,23 +114,39 @@ impl<'a> Wanted<'a> {
         }
     }
 
-    /// Keeps the answer with its owner. The owner's generation was raised before.
-    fn keep(&self, claims: &mut Claims, answer: &Answer) -> Result<(), KeysError> {
+    /// Returns the state after the change of the owner with whom the answer is kept. The owner's
+    /// generation was raised before.
+    fn answered(
+        &self,
+        claims: &Claims,
+        answer: &Arc<Answer>,
+    ) -> Result<Option<OwnerState>, KeysError> {
         let is_answered = !self.ends && !self.validate_only;
         let Some(owner) = self.owner.filter(|_| is_answered) else {
-            return Ok(());
+            return Ok(None);
         };
-        if claims.answer(owner, answer.clone(), self.expires) {
-            return Ok(());
-        }
-        Err(KeysError::ClaimsRefused {
+        let state = claims.answered(owner, Arc::clone(answer), self.expires);
+        let unknown = || KeysError::ClaimsRefused {
             reason: ClaimRefusal::BootChanged,
             generation: None,
             message: format!(
                 "the owner {} was forgotten during the call, so nothing was changed; send the claims again",
                 owner.name
             ),
-        })
+        };
+        state.map(Some).ok_or_else(unknown)
+    }
+
+    /// Returns a new hold of one reference that a claim takes.
+    pub fn hold(&self, holder: &Arc<str>) -> Hold {
+        let of_owner = self.hold.as_ref().filter(|hold| hold.holder == *holder);
+        of_owner.cloned().unwrap_or_else(|| hold(holder, self.now))
+    }
+
+    /// Returns the keys that are claimed.
+    fn claimed(&self) -> impl Iterator<Item = &'a str> {
+        let claimed = self.keys.iter().filter(|(_, want)| want.is_some());
+        claimed.map(|(name, _)| *name)
     }
 
     /// Returns the change of keys by these updates. It permits everything, because permissions were
@@ -145,25 +166,26 @@ impl<'a> Wanted<'a> {
     }
 }
 
+fn hold(holder: &Arc<str>, since: SystemTime) -> Hold {
+    let taking = Taking {
+        holder: Arc::clone(holder),
+        reason: "claim".into(),
+        since,
+        expires: None,
+        fired: false,
+    };
+    Hold::new(0, 1, taking)
+}
+
 /// Returns the guarded keys among the claimed ones, ordered by name.
-fn guarded(
-    registration: &Registration,
-    claims: &HashMap<&str, Want>,
-) -> Vec<(String, Option<Known>)> {
-    let keys = claims
-        .keys()
-        .filter_map(|name| registration.catalog.find(name));
+fn guarded(registration: &Registration, wanted: &Wanted<'_>) -> Vec<(String, Option<Known>)> {
+    let claimed = wanted.claimed();
+    let keys = claimed.filter_map(|name| registration.catalog.find(name));
     let guarded = keys.filter(|key| key.class == Class::Guarded);
-    let mut guarded: Vec<_> = guarded
-        .map(|key| {
-            (
-                key.full_name.to_string(),
-                advice::of(key, &registration.release),
-            )
-        })
-        .collect();
-    guarded.sort_unstable_by(|(one, _), (other, _)| one.cmp(other));
+    let known = |key: &Key| advice::of(key, &registration.release);
     guarded
+        .map(|key| (key.full_name.to_string(), known(key)))
+        .collect()
 }
 
 impl<G: Guest> Executor<G> {
@@ -174,10 +196,7 @@ impl<G: Guest> Executor<G> {
         reply: &Reply<Arc<ClaimsOutcome>>,
         standstill: &mut Standstill<'_, G>,
     ) -> Result<Arc<ClaimsOutcome>, KeysError> {
-        let owner = Owner {
-            principal: request.caller.name.clone(),
-            name: request.name.clone(),
-        };
+        let owner = Owner::new(&*request.caller.name, &*request.name);
         // This adopts the ledger, and forgets claims of an earlier boot.
         let snapshot = self.snapshot()?;
         let mut left_out = Vec::new();
@@ -200,13 +219,20 @@ impl<G: Guest> Executor<G> {
             check_boot(&request.boot, &outcome.boot)?;
         }
         if let Some(answer) = self.fence(&owner, request)? {
-            outcome.plan_digest = answer.plan_digest;
-            outcome.keys = answer.keys;
+            outcome.plan_digest.clone_from(&answer.plan_digest);
+            outcome.keys.clone_from(&answer.keys);
             outcome.repeated = true;
             outcome.revision = self.shared.registry.journal().latest();
             return Ok(Arc::new(outcome));
         }
-        let claimed = self.shared.book().claims.keys_of(&owner);
+        let (owner, claimed) = {
+            let book = self.shared.book();
+            // Copies of the known owner share its names, so most comparisons are of addresses.
+            let known = book.claims.owner(&owner).map(|state| state.owner.clone());
+            let owner = known.unwrap_or(owner);
+            let claimed = book.claims.keys_of(&owner);
+            (owner, claimed)
+        };
         self.permit_claims(&snapshot.registration, &owner, request)?;
         if !request.validate_only {
             self.audit.claims(&ClaimSet {
@@ -231,25 +257,28 @@ impl<G: Guest> Executor<G> {
             return Err(too_many(error));
         }
         let now = self.shared.clock.now();
-        let names = request.claims.iter().map(|(name, _)| name.clone());
-        let keys: BTreeSet<String> = names.chain(claimed).collect();
+        let time = SystemTime::now();
+        let wants = request.claims.iter();
+        let wants = wants.map(|(name, want)| (name.as_str(), Some(*want)));
+        let ends = claimed.iter().map(|name| (name.as_str(), None));
+        let mut keys: Vec<(&str, Option<Want>)> = wants.chain(ends).collect();
+        // The sort is stable: a key that is claimed again comes before the same key of `ends`.
+        keys.sort_by_key(|(name, _)| *name);
+        keys.dedup_by_key(|(name, _)| *name);
         let wanted = Wanted {
             owner: Some(&owner),
-            claims: request
-                .claims
-                .iter()
-                .map(|(name, want)| (name.as_str(), *want))
-                .collect(),
-            keys: keys.into_iter().collect(),
+            keys,
+            now: time,
+            hold: Some(hold(owner.holder(), time)),
             allow_guarded: request.allow_guarded,
             force: request.force,
             boot: outcome.boot.clone(),
             ends: false,
-            expires: request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl)),
+            expires: request.ttl.map(|ttl| (now + ttl, time + ttl)),
             // The ledger keeps no earlier time, and a time in the future counts as now.
             made_at: request
                 .made_at
-                .map(|at| at.max(SystemTime::UNIX_EPOCH).min(SystemTime::now())),
+                .map(|at| at.max(SystemTime::UNIX_EPOCH).min(time)),
             reason: format!(
                 "claims of {} in generation {}{}{}",
                 request.name,
@@ -262,92 +291,16 @@ impl<G: Guest> Executor<G> {
             deadline: request.deadline,
         };
         let made = self.make_claims(&wanted, || reply.is_closed(), standstill)?;
-        outcome.plan_digest = made.answer.plan_digest;
-        outcome.keys = made.answer.keys;
+        outcome.plan_digest.clone_from(&made.answer.plan_digest);
+        outcome.keys.clone_from(&made.answer.keys);
         outcome.report = made.report;
         outcome.sites_patched = made.sites;
         outcome.predicted_pause = made.predicted_pause;
         if request.validate_only && request.allow_guarded {
-            outcome.guarded = guarded(&snapshot.registration, &wanted.claims);
+            outcome.guarded = guarded(&snapshot.registration, &wanted);
         }
         outcome.revision = self.shared.registry.journal().latest();
         Ok(Arc::new(outcome))
-    }
-
-    /// Raises the owner's generation, or checks in a validation that there is room for this.
-    fn raise(&self, owner: &Owner, request: &ClaimsRequest) -> Result<(), TooMany> {
-        let (claims, now) = (request.claims.len(), SystemTime::now());
-        let book = &mut self.shared.book().claims;
-        match request.validate_only {
-            true => book.room(owner, claims, now).map(|_| ()),
-            false => book.raise(owner, request.generation, request.content, claims, now),
-        }
-    }
-
-    /// Returns the answer to an earlier request with this generation.
-    fn fence(&self, owner: &Owner, request: &ClaimsRequest) -> Result<Option<Answer>, KeysError> {
-        let generation = request.generation;
-        let book = self.shared.book();
-        match book.claims.fence(owner, generation, &request.content) {
-            Ok(Fenced::New) => Ok(None),
-            Ok(Fenced::Answered(answer)) => Ok(Some(answer)),
-            Err(Fence::Stale { current }) => {
-                let claimed = book.claims.keys_of(owner).len();
-                Err(KeysError::ClaimsRefused {
-                    reason: ClaimRefusal::GenerationStale,
-                    generation: Some(current),
-                    message: format!(
-                        "the claims of {} have generation {current}, and {claimed} keys in it; generation {generation} is past, so it does nothing",
-                        owner.name
-                    ),
-                })
-            }
-            Err(Fence::Reused) => Err(KeysError::ClaimsRefused {
-                reason: ClaimRefusal::GenerationStale,
-                generation: Some(generation),
-                message: format!(
-                    "generation {generation} of {} was used for other claims; raise it",
-                    owner.name
-                ),
-            }),
-        }
-    }
-
-    /// Refuses keys that the caller may not change. One rule must cover all keys for which the
-    /// caller wants something new. For each other key any rule is sufficient and no cap applies,
-    /// because the key is changed already. An owner may always end its own claims, so an abort
-    /// cannot be refused.
-    fn permit_claims(
-        &self,
-        registration: &Registration,
-        owner: &Owner,
-        request: &ClaimsRequest,
-    ) -> Result<(), KeysError> {
-        if request.caller.scope.is_none() {
-            return Ok(());
-        }
-        let memory = registration.memory(self.guest.ram());
-        // A claim that the guest has voided would be made again, and this would change the key.
-        let has = |name: &str, want: Want| {
-            let claim = self.observed(registration, &memory, owner, name);
-            claim.is_some_and(|claim| claim.want == want && !claim.void)
-        };
-        let all = request.claims.iter();
-        let all = all.map(|(name, want)| (name.as_str(), has(name, *want)));
-        let (kept, new): (Vec<_>, Vec<_>) = all.partition(|(_, has)| *has);
-        for (name, _) in kept {
-            self.shared
-                .permit(&request.caller, || vec![name], Use::GiveBack)?;
-        }
-        let how = match request.validate_only {
-            true => Use::Check,
-            false => Use::Change,
-        };
-        let new: Vec<&str> = new.into_iter().map(|(name, _)| name).collect();
-        match new.is_empty() {
-            true => Ok(()),
-            false => self.shared.permit(&request.caller, || new, how),
-        }
     }
 
     fn transaction<'r>(&self, request: &'r UpdateRequest) -> Transaction<'r> {
@@ -393,13 +346,19 @@ impl<G: Guest> Executor<G> {
         }
         let before = {
             let mut book = self.shared.book();
-            let holds = book.holds.clone();
-            for step in attempt.silent {
-                if let Some(instance) = step.instance {
+            // `keep` fails only with a ledger, and only a set without a flip is undone then.
+            let can_fail = attempt.flip.is_none() && self.ledger.is_kept();
+            let before = can_fail.then(|| (book.holds.clone(), book.claims.clone()));
+            for step in attempt.steps {
+                if let Some(instance) = step.instance.filter(|_| step.ops.is_empty()) {
                     book.holds.put(instance, step.holds);
                 }
+                book.claims.put(step.name, step.claims);
             }
-            (holds, std::mem::replace(&mut book.claims, attempt.claims))
+            if let Some(owner) = attempt.owner {
+                book.claims.answer(owner);
+            }
+            before
         };
         match attempt.flip {
             Some(flip) => {
@@ -409,8 +368,13 @@ impl<G: Guest> Executor<G> {
             None => {
                 if let Err(error) = self.keep() {
                     // The guest is unchanged, so the state before is still right.
-                    let mut book = self.shared.book();
-                    (book.holds, book.claims) = before;
+                    if let Some(before) = before {
+                        let mut book = self.shared.book();
+                        (book.holds, book.claims) = before;
+                    }
+                    // The generation was raised and must be kept, so the state before is written as
+                    // soon as there is room.
+                    self.keep_outcome();
                     return Err(error);
                 }
             }
@@ -418,13 +382,13 @@ impl<G: Guest> Executor<G> {
         Ok(made)
     }
 
-    fn attempt_claims(
+    fn attempt_claims<'a>(
         &mut self,
-        wanted: &Wanted<'_>,
+        wanted: &Wanted<'a>,
         refused: &mut HashMap<String, Refused>,
         intent: &mut Option<u64>,
         standstill: &mut Standstill<'_, G>,
-    ) -> Result<Attempt, Failure> {
+    ) -> Result<Attempt<'a>, Failure> {
         let snapshot = self.snapshot()?;
         // If the guest has booted again since the last attempt, its owners are forgotten.
         check_boot(&wanted.boot, self.ledger.boot())?;
@@ -433,10 +397,12 @@ impl<G: Guest> Executor<G> {
             let how = "the guest's tables were read until the deadline";
             return Err(Blocker::time_is_over(how).into());
         }
+        let registration = &*snapshot.registration;
+        let memory = registration.memory(self.guest.ram());
         loop {
             let steps = wanted.keys.iter();
-            let steps = steps.map(|name| self.step(&snapshot, wanted, name, refused));
-            let steps = steps.collect::<Result<Vec<Step>, Failure>>()?;
+            let steps = steps.map(|key| self.step(registration, &memory, wanted, *key, refused));
+            let steps = steps.collect::<Result<Vec<Step<'a>>, Failure>>()?;
             let updates: Vec<KeyUpdate> = steps.iter().flat_map(Step::updates).collect();
             if updates.len() > MAX_UPDATES {
                 let message = format!(
@@ -469,62 +435,58 @@ impl<G: Guest> Executor<G> {
                 return Ok(attempt);
             }
             self.intend(&transaction, &snapshot.registration, &planned, intent)?;
-            let mut draft = Draft::with_capacity(attempt.silent.len());
-            let silent = std::mem::take(&mut attempt.silent);
-            let (changed, silent): (Vec<Step>, Vec<Step>) =
-                silent.into_iter().partition(|step| !step.ops.is_empty());
-            let holds = changed.iter().chain(&silent);
+            let steps = attempt.steps.iter();
+            let changed = steps.clone().filter(|step| !step.ops.is_empty());
+            let silent = steps.filter(|step| step.ops.is_empty());
+            let holds = changed.chain(silent);
             let holds = holds.filter_map(|step| Some((step.instance?, &step.holds)));
             let touched = Touched {
-                claims: &attempt.claims,
-                keys: &wanted.keys,
+                steps: &attempt.steps,
                 owner: wanted.owner,
-                ends: wanted.claims.is_empty(),
+                answered: attempt.owner.as_ref(),
+                ends: wanted.claimed().next().is_none(),
             };
             let changes = planned.plan.changes().iter();
             let kept = self.keep_pending(changes, holds, Some(touched), || None)?;
-            for step in changed {
+            let mut draft = Draft::with_capacity(planned.plan.changes().len());
+            let changed = attempt.steps.iter_mut();
+            for step in changed.filter(|step| !step.ops.is_empty()) {
                 if let (Some(instance), Some(state)) = (step.instance, step.state) {
-                    draft.set(instance, state, step.holds);
+                    draft.set(instance, state, std::mem::take(&mut step.holds));
                 }
             }
-            attempt.silent = silent;
             let report = self.change(&transaction, &snapshot, &planned.plan, kept, standstill)?;
             attempt.flip = Some(Flip::new(&planned, draft, Some(report)));
             return Ok(attempt);
         }
     }
 
-    /// Returns the claims after these steps, and the answer about the claims. `plan_digest` is the
-    /// digest of the plan that makes the steps; empty if no count changes.
+    /// Returns the owner's state after these steps, and the answer about the claims. `plan_digest`
+    /// is the digest of the plan that makes the steps; empty if no count changes.
     ///
     /// # Errors
     /// The owner is not known.
-    fn claimed(
+    fn claimed<'a>(
         &self,
-        wanted: &Wanted<'_>,
-        steps: Vec<Step>,
+        wanted: &Wanted<'a>,
+        steps: Vec<Step<'a>>,
         plan_digest: String,
-    ) -> Result<Attempt, Failure> {
-        let mut claims = self.shared.book().claims.clone();
-        for step in &steps {
-            claims.put(&step.name, step.claims.clone());
-        }
+    ) -> Result<Attempt<'a>, Failure> {
         let mut answer = Answer {
             plan_digest,
             ..Answer::default()
         };
         if let Some(owner) = wanted.owner {
-            let (set, gone): (Vec<&Step>, Vec<&Step>) =
-                steps.iter().partition(|step| step.want.is_some());
-            let answers = set.into_iter().chain(gone);
-            answer.keys = answers.map(|step| step.answer(owner)).collect();
+            let set = steps.iter().filter(|step| step.want.is_some());
+            let gone = steps.iter().filter(|step| step.want.is_none());
+            answer.keys = set.chain(gone).map(|step| step.answer(owner)).collect();
         }
-        wanted.keep(&mut claims, &answer)?;
+        let answer = Arc::new(answer);
+        let owner = wanted.answered(&self.shared.book().claims, &answer)?;
         Ok(Attempt {
             answer,
-            claims,
-            silent: steps,
+            owner,
+            steps,
             flip: None,
             sites: 0,
             predicted_pause: None,
@@ -536,7 +498,7 @@ impl<G: Guest> Executor<G> {
         &self,
         snapshot: &Snapshot,
         wanted: &Wanted<'_>,
-        steps: &[Step],
+        steps: &[Step<'_>],
         refused: &mut HashMap<String, Refused>,
     ) -> bool {
         let mut news = false;
@@ -549,8 +511,8 @@ impl<G: Guest> Executor<G> {
             if let Some(mut why) = Refused::of(&error) {
                 news = true;
                 // If the claim was already left out, the key cannot be changed at all.
-                why.blocked = step.want.is_none() || refused.contains_key(&step.name);
-                refused.insert(step.name.clone(), why);
+                why.blocked = step.want.is_none() || refused.contains_key(step.name);
+                refused.insert(step.name.to_owned(), why);
             }
         }
         news
@@ -558,7 +520,7 @@ impl<G: Guest> Executor<G> {
 }
 
 /// Compares the plan with the counts from which the references were computed.
-fn check_counts(planned: &Planned, steps: &[Step]) -> Result<(), Failure> {
+fn check_counts(planned: &Planned, steps: &[Step<'_>]) -> Result<(), Failure> {
     let steps = steps.iter().filter(|step| !step.ops.is_empty());
     for (change, step) in planned.plan.changes().iter().zip(steps) {
         if (change.before, change.after) != (step.before, step.after) {
@@ -572,40 +534,6 @@ fn check_counts(planned: &Planned, steps: &[Step]) -> Result<(), Failure> {
         }
     }
     Ok(())
-}
-
-fn check_intent(request: &ClaimsRequest, digest: &str) -> Result<(), KeysError> {
-    if request.intent_digest.is_empty() || request.intent_digest == digest {
-        return Ok(());
-    }
-    Err(KeysError::ClaimsRefused {
-        reason: ClaimRefusal::IntentMismatch,
-        generation: None,
-        message: format!(
-            "the digest of these claims is {digest}, and not the one in the request; approve these claims, or send the ones that were approved"
-        ),
-    })
-}
-
-fn check_boot(wanted: &str, boot: &str) -> Result<(), KeysError> {
-    if wanted == boot {
-        return Ok(());
-    }
-    Err(KeysError::ClaimsRefused {
-        reason: ClaimRefusal::BootChanged,
-        generation: None,
-        message: format!(
-            "the guest's boot is {boot}, and not the one in the request; look at its keys again, and send the claims for this boot"
-        ),
-    })
-}
-
-fn too_many(error: TooMany) -> KeysError {
-    KeysError::ClaimsRefused {
-        reason: ClaimRefusal::TooMany,
-        generation: None,
-        message: error.to_string(),
-    }
 }
 
 #[cfg(test)]

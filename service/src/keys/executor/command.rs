@@ -11,7 +11,7 @@ use crate::keys::error::KeysError;
 use crate::keys::outcome::{HoldView, PauseOutcome, PrepareOutcome, RepairOutcome, UpdateOutcome};
 use crate::keys::request::{
     CommitRequest, DiscardRequest, PauseRequest, PrepareRequest, ReleaseRequest, RenewRequest,
-    RepairRequest, UpdateRequest,
+    RepairRequest, SaveRequest, UpdateRequest,
 };
 use crate::trace_id::TraceId;
 
@@ -36,6 +36,7 @@ pub(in crate::keys) enum Command {
     Claim(Box<ClaimsRequest>, Reply<Arc<ClaimsOutcome>>),
     Pause(PauseRequest, Reply<PauseOutcome>),
     Resume(Reply<()>),
+    Save(SaveRequest, Reply<Vec<u8>>),
     /// Adopt the ledger of an earlier process.
     Adopt(Reply<()>),
     /// Continue the audit log in this file.

@@ -18,14 +18,13 @@ use static_keys::{Class, Op};
 use super::standstill::Standstill;
 use super::state::Executor;
 use super::transaction::Transaction;
+use crate::auth::MONITOR;
 use crate::keys::draft::{Terms, Whose};
 use crate::keys::error::KeysError;
 use crate::keys::holds::{Hold, KeyInstance};
 use crate::keys::registry::Registration;
 use crate::keys::request::{KeyUpdate, MAX_UPDATES, Target, UpdateRequest};
 
-/// Principal of changes that the service makes by itself.
-pub(super) const MONITOR: &str = "monitor";
 /// Longest time that a batch of expired holds waits for a busy guest.
 const BUDGET: Duration = Duration::from_millis(200);
 const STOP_TIMEOUT: Duration = Duration::from_secs(1);

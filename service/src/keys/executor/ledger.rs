@@ -16,13 +16,17 @@ use patchbay_guest::log_limit::limited;
 use static_keys::{KeyChange, KeyId};
 
 use self::room::Room;
+use super::claim_step::Step;
 use super::state::Executor;
 use crate::keys::claims::file::{
     Ledger, LedgerPlace, Pending, SavedHolds, SavedKey, State, check_room,
 };
-use crate::keys::claims::{Claims, LedgerFile, MadeRequest, MadeRequests, Mark, Owner};
+use crate::keys::claims::{
+    Claims, CopiedHolds, LedgerFile, MadeRequest, MadeRequests, Mark, Owner, OwnerState,
+};
 use crate::keys::error::{ClaimRefusal, KeysError};
 use crate::keys::holds::{Holds, KeyHolds, KeyInstance};
+use crate::keys::incarnation::Incarnation;
 use crate::keys::outcome::UpdateSummary;
 use crate::keys::quarantine::{Quarantine, QuarantineCause};
 use crate::keys::registry::{Registration, Snapshot};
@@ -41,7 +45,8 @@ const LAST_DELAY: Duration = Duration::from_secs(30);
 #[derive(Debug, Default)]
 pub(in crate::keys) struct Keeper {
     place: Option<Box<dyn LedgerPlace>>,
-    /// The content that an earlier process has left in the file.
+    /// The content that an earlier process has left in the file, or that the guest has which this
+    /// one is a copy of.
     found: Option<Ledger>,
     /// The fate of the change that is pending in this content.
     mark: Option<Mark>,
@@ -74,34 +79,43 @@ struct Late {
 
 /// Claims that a change touches.
 pub(super) struct Touched<'a> {
-    /// The claims after the change.
-    pub claims: &'a Claims,
-    /// The names of the keys.
-    pub keys: &'a [String],
+    /// The keys, with their claims after the change.
+    pub steps: &'a [Step<'a>],
     /// The owner whose set is replaced.
     pub owner: Option<&'a Owner>,
+    /// The owner's state after the change, if its answer is kept.
+    pub answered: Option<&'a OwnerState>,
     /// The change only ends claims. So it is written even if a claim that then decides adds holds.
     pub ends: bool,
 }
 
 impl Keeper {
-    /// Creates the keeper of a ledger file. Without a file, it keeps nothing.
-    pub fn new(file: Option<LedgerFile>, holds_of: &str) -> Self {
-        let Some(file) = file else {
-            return Self::default();
-        };
-        let found = file.found.as_ref();
-        Self {
-            place: Some(file.place),
+    /// Creates the keeper of a ledger file. Without a file, it keeps nothing. It continues the
+    /// holds and claims of the guest that this one is a copy of, or else those in the file, and
+    /// `own` continues their ids.
+    pub fn new(file: Option<LedgerFile>, copied: Option<Ledger>, own: &mut Incarnation) -> Self {
+        let mut keeper = Self::default();
+        if let Some(file) = file {
+            let found = file.found.as_ref();
             // A mark of a change of the earlier process says nothing about the same change of this
             // one.
-            serial: found.map_or(0, |ledger| ledger.serial.wrapping_add(1)),
-            found: file.found,
-            mark: file.mark,
-            process: file.process,
-            holds_of: holds_of.to_owned(),
-            ..Self::default()
+            keeper.serial = found.map_or(0, |ledger| ledger.serial.wrapping_add(1));
+            keeper.place = Some(file.place);
+            keeper.found = file.found;
+            keeper.mark = file.mark;
+            keeper.process = file.process;
         }
+        keeper.found = copied.or(keeper.found);
+        if let Some(found) = &keeper.found {
+            own.continue_holds(&found.holds_of);
+        }
+        keeper.holds_of = own.holds_of().to_owned();
+        keeper
+    }
+
+    /// Returns whether the state is kept in a file.
+    pub(super) fn is_kept(&self) -> bool {
+        self.place.is_some()
     }
 
     /// Returns whether content of an earlier process has not been adopted yet.
@@ -252,13 +266,13 @@ impl<G: Guest> Executor<G> {
             pending.holds.push(saved(key, &after));
         }
         if let Some(touched) = claims {
-            for name in touched.keys {
-                let after = touched.claims.key(name).cloned().unwrap_or_default();
+            for Step { name, claims, .. } in touched.steps {
                 let before = book.claims.key(name).map_or(0, |of| of.stack().len());
-                room.adds |= after.stack().len() > before;
-                pending.claims.insert(name.clone(), after);
+                room.adds |= claims.stack().len() > before;
+                pending.claims.insert((*name).to_owned(), claims.clone());
             }
-            let owner = touched.owner.and_then(|owner| touched.claims.owner(owner));
+            let unanswered = || book.claims.owner(touched.owner?);
+            let owner = touched.answered.or_else(unanswered);
             pending.owners.extend(owner.cloned());
         }
         let adds = room.adds && !ends;
@@ -287,6 +301,26 @@ impl<G: Guest> Executor<G> {
         };
         let written = self.ledger.write(now, None, false, |_, _| ());
         written.map(drop)
+    }
+
+    /// Returns the holds and claims for a copy of the guest; empty if there are none.
+    ///
+    /// # Errors
+    /// The guest's kernel is not known, so it is not known either which holds are in its counts.
+    pub(super) fn copied(&mut self) -> Result<Vec<u8>, KeysError> {
+        if !self.ledger.waits() && !self.shared.book().is_used() {
+            return Ok(Vec::new());
+        }
+        self.snapshot()?;
+        let now = {
+            let book = self.shared.book();
+            if !book.is_used() {
+                return Ok(Vec::new());
+            }
+            state_of(&book.holds, &book.claims)
+        };
+        let holds_of = self.shared.incarnation.holds_of();
+        CopiedHolds::encode(&self.ledger.kept_boot, holds_of, now)
     }
 
     /// Writes the state after a change, or after one that failed. The file has both states if this

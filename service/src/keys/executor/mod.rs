@@ -30,9 +30,10 @@
 //! does not plan again.
 //!
 //! There is one thread because flips of one guest exclude each other anyway: there is only one
-//! pause. With one thread the holds, the audit log, replayed answers and an operator's pause need
-//! no locks between them and are always consistent. It is a plain thread because verify and commit
-//! must not share a thread with other tasks.
+//! pause. With one thread the holds, replayed answers and an operator's pause need no locks between
+//! them and are always consistent. The audit log has a lock of its own, because readers write to
+//! it, too. It is a plain thread because verify and commit must not share a thread with other
+//! tasks.
 //!
 //! Deadlock rule: a vCPU thread may hold the registry's mutex when it is asked to stop. So no lock
 //! that a vCPU thread takes is held or taken between the start of the pause and the resume. One
@@ -44,6 +45,7 @@
 //! Cancellation: each attempt first checks that the client still waits. From the pause on the
 //! change is completed, and its answer is kept for the request id.
 
+mod claim_checks;
 mod claim_end;
 mod claim_patterns;
 mod claim_step;
@@ -60,6 +62,7 @@ mod repair;
 mod report;
 mod retry;
 mod run;
+mod save;
 mod standstill;
 mod state;
 mod transaction;

@@ -68,14 +68,7 @@ impl<G: Guest> Executor<G> {
             }
             // The call permits the change, but the monitor does not.
             Err(PlanError::Guarded { key }) if request.allow_guarded => {
-                Err(KeysError::KeyRefused {
-                    key: (&*key).into(),
-                    reason: KeyRefusal::Guarded,
-                    message: format!(
-                        "key {key} is guarded, and its monitor was started without permission for such keys; start it with permission"
-                    ),
-                }
-                .into())
+                Err(KeysError::guarded_by_monitor(&key).into())
             }
             Err(error) => Err(KeysError::from(&error).into()),
         }

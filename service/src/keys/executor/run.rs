@@ -96,6 +96,10 @@ impl<G: Guest> Executor<G> {
                     self.resume(&mut standstill);
                     let _ = reply.send(Ok(()));
                 }
+                Ok(Command::Save(request, reply)) => {
+                    let result = self.save(request, &standstill);
+                    let _ = reply.send(result);
+                }
                 Ok(Command::AuditFile(file)) => self.audit.replace(file),
                 Ok(Command::Tick(reply)) => ticks.push(reply),
                 Err(RecvTimeoutError::Timeout) => {}

@@ -5,13 +5,13 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 use static_keys::Probes;
 
 use super::{FIRST_RETRY, Hold, KeyState, LAST_RETRY};
 
 /// Holds on one key.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 pub struct KeyHolds {
     /// "name" or "module:name". The name is kept while the key's module or kernel is not
     /// registered.
@@ -20,7 +20,8 @@ pub struct KeyHolds {
     /// Probes of the tracepoint when the first hold was taken, or when the
     /// tracepoint was last fired or parked; `None` for other keys.
     probes: Option<Probes>,
-    retry: Option<Retry>,
+    /// Boxed, because few keys have it and the holds of many keys are copied for a change.
+    retry: Option<Box<Retry>>,
 }
 
 /// The next attempt to release an expired hold, after one that failed.
@@ -28,6 +29,21 @@ pub struct KeyHolds {
 struct Retry {
     at: Instant,
     wait: Duration,
+}
+
+impl Clone for KeyHolds {
+    fn clone(&self) -> Self {
+        Self {
+            name: Arc::clone(&self.name),
+            holds: match &*self.holds {
+                // Most keys have one hold, which is copied without a loop.
+                [only] => smallvec![only.clone()],
+                holds => holds.into(),
+            },
+            probes: self.probes,
+            retry: self.retry.clone(),
+        }
+    }
 }
 
 impl KeyHolds {
@@ -87,14 +103,20 @@ impl KeyHolds {
     /// Drops one reference of the hold that expires first among those that `which` selects. Returns
     /// false if it selects none.
     pub fn drop_one(&mut self, which: impl Fn(&Hold) -> bool) -> bool {
-        // Holds without expiry come last. Of holds that expire at the same time, the newest comes
-        // first.
-        let newest_first = self.holds.iter().enumerate().rev();
-        let first = newest_first
-            .filter(|(_, hold)| which(hold))
-            .min_by_key(|(_, hold)| (hold.expires.is_none(), hold.expires.map(|(at, _)| at)))
-            .map(|(index, _)| index);
-        let Some(index) = first else { return false };
+        let index = match &*self.holds {
+            // Most keys have one hold.
+            [only] => which(only).then_some(0),
+            // Holds without expiry come last. Of holds that expire at the same time, the newest
+            // comes first.
+            holds => holds
+                .iter()
+                .enumerate()
+                .rev()
+                .filter(|(_, hold)| which(hold))
+                .min_by_key(|(_, hold)| (hold.expires.is_none(), hold.expires.map(|(at, _)| at)))
+                .map(|(index, _)| index),
+        };
+        let Some(index) = index else { return false };
         let hold = &mut self.holds[index];
         hold.references -= 1;
         if hold.references == 0 {
@@ -146,6 +168,10 @@ impl KeyHolds {
     /// the guest has turned such a key off and on again for other users. Holds that were taken by
     /// firing stay, because they serve the agent's probe.
     pub fn follow_guest(&mut self, state: &KeyState) {
+        if self.holds.is_empty() {
+            self.probes = state.probes;
+            return;
+        }
         if self.probes != state.probes {
             self.holds.retain(|hold| hold.fired);
         }
@@ -202,7 +228,13 @@ impl KeyHolds {
     pub(super) fn due(&self) -> Option<Instant> {
         let expiries = self.holds.iter().filter_map(|hold| hold.expires);
         let first = expiries.map(|(at, _)| at).min()?;
-        Some(self.retry.map_or(first, |retry| first.max(retry.at)))
+        let retry = self.retry.as_ref();
+        Some(retry.map_or(first, |retry| first.max(retry.at)))
+    }
+
+    /// Returns whether one of the holds expires.
+    pub(super) fn expire(&self) -> bool {
+        self.holds.iter().any(|hold| hold.expires.is_some())
     }
 
     pub(super) fn reset_retry(&mut self) {
@@ -210,10 +242,10 @@ impl KeyHolds {
     }
 
     pub(super) fn put_off(&mut self, now: Instant) -> bool {
-        let earlier = self.retry;
-        let wait = earlier.map_or(FIRST_RETRY, |retry| (retry.wait * 2).min(LAST_RETRY));
+        let earlier = self.retry.as_ref().map(|retry| retry.wait);
+        let wait = earlier.map_or(FIRST_RETRY, |wait| (wait * 2).min(LAST_RETRY));
         let at = now + wait;
-        self.retry = Some(Retry { at, wait });
+        self.retry = Some(Box::new(Retry { at, wait }));
         earlier.is_none()
     }
 }

@@ -175,3 +175,45 @@ fn a_tracepoint_is_turned_off_with_the_last_hold() {
     assert!(!holds.end(None, of("a")));
     assert!(holds.end(None, of("b")));
 }
+
+#[test]
+fn the_next_expiry_is_found_however_holds_come_and_go() {
+    let start = Instant::now();
+    let mut random = fastrand::Rng::with_seed(1);
+    let mut all = Holds::default();
+    let mut found = [0; 2];
+    for _ in 0..2000 {
+        let key = KeyInstance {
+            epoch: random.u64(1..3),
+            id: KeyId(random.u64(..4)),
+        };
+        match random.u8(..8) {
+            0 => {
+                all.retain(|of| of.epoch != key.epoch);
+            }
+            1 => all.forget(key),
+            2 => {
+                all.follow_guest(key, &counted(random.i32(0..3)), |_| true);
+            }
+            3 => {
+                all.put_off(key, start);
+            }
+            _ => {
+                let mut holds = all.copy(key);
+                if random.bool() {
+                    holds.drop_one(|_| true);
+                } else {
+                    let expires = start + Duration::from_secs(random.u64(1..9));
+                    holds.take(&hold("a", random.bool().then_some(expires)));
+                }
+                all.put(key, holds);
+            }
+        }
+        let due = all.iter().filter_map(|(_, holds)| holds.due()).min();
+        assert_eq!(all.next_due(), due);
+        let expiring = all.iter().filter(|(_, holds)| holds.expire());
+        assert_eq!(all.expiring, expiring.count());
+        found[usize::from(due.is_some())] += 1;
+    }
+    assert!(found.iter().all(|times| *times > 100), "{found:?}");
+}

@@ -4,8 +4,8 @@
 use std::sync::{Arc, PoisonError};
 
 use patchbay_guest::log_limit::limited;
-use patchbay_guest::memory::GuestRam;
 
+use super::request_memory::RequestMemory;
 use super::source;
 use super::tables::{Contents, KernelTables};
 use super::{Identity, OwnRequest, RegistrationPhase, Registry, Writer};
@@ -29,7 +29,7 @@ impl Registry {
             self.check_own(&tables)?;
         }
         let checked = tables.check().map(|()| tables);
-        self.install(ram, checked, discovered, &mut writer)
+        self.install(ram.into(), checked, discovered, &mut writer)
     }
 
     /// Refuses the discovery of a kernel that registers itself.
@@ -74,7 +74,7 @@ impl Registry {
     /// refused changes nothing.
     pub(super) fn install(
         &self,
-        ram: &GuestRam,
+        memory: RequestMemory<'_>,
         tables: Result<KernelTables, Refused>,
         discovered: bool,
         writer: &mut Writer,
@@ -91,7 +91,7 @@ impl Registry {
             // A kernel that registers itself adds its modules afterwards, each with the number of
             // its load.
             let with_modules = matches!(tables.contents, Contents::Found(..));
-            let mut registration = source::registration(ram, tables, boot.epoch)?;
+            let mut registration = source::registration(memory, tables, boot.epoch)?;
             if with_modules {
                 source::add_epochs(&mut registration, &mut boot, || writer.next_epoch());
             }

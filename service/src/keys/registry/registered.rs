@@ -166,6 +166,7 @@ impl Registration {
     }
 
     /// Like [`Self::state`], with a count that was already read.
+    #[inline]
     pub fn state_at(
         &self,
         memory: &KernelMemory,

@@ -12,11 +12,11 @@ use patchbay_memory::paging::{Levels, PageTable};
 use static_keys::Module;
 
 use super::registered::Registration;
+use super::request_memory::RequestMemory;
 use super::tables::{Contents, KernelTables, Promises};
 use super::{OwnRequest, Registry, Writer};
 use crate::keys::debug::DebugSites;
 use crate::keys::registration::{self as read, Refused, read_request};
-use patchbay_guest::kernel_memory::KernelMemory;
 
 impl GuestRequests for Registry {
     fn attach(&self, ram: GuestRam) {
@@ -40,11 +40,16 @@ impl GuestRequests for Registry {
 }
 
 impl Registry {
-    fn register(&self, ram: &GuestRam, page: &[u8], writer: &mut Writer) -> Result<(), Refused> {
+    fn register(
+        &self,
+        memory: RequestMemory<'_>,
+        page: &[u8],
+        writer: &mut Writer,
+    ) -> Result<(), Refused> {
         self.state().own = Some(OwnRequest { withdrawn: None });
         let tables = read_request::<abi::Descriptor>(page, abi::OP_REGISTER)
-            .and_then(|descriptor| tables(ram, &descriptor));
-        self.install(ram, tables, false, writer)
+            .and_then(|descriptor| tables(memory, &descriptor));
+        self.install(memory, tables, false, writer)
     }
 
     fn unregister(&self, page: &[u8]) -> Result<(), Refused> {
@@ -66,7 +71,12 @@ impl Registry {
         }
     }
 
-    fn add_module(&self, ram: &GuestRam, page: &[u8], writer: &mut Writer) -> Result<(), Refused> {
+    fn add_module(
+        &self,
+        memory: RequestMemory<'_>,
+        page: &[u8],
+        writer: &mut Writer,
+    ) -> Result<(), Refused> {
         let request: abi::Module = read_request(page, abi::OP_MODULE_ADD)?;
         let current = self.current(request.header.generation)?;
         read::check_number("the module's load", request.load)?;
@@ -77,7 +87,7 @@ impl Registry {
             .and_then(|boot| boot.epoch_of(request.module, request.load));
         let epoch = known.unwrap_or_else(|| writer.next_epoch());
         let mut registration = (*current).clone();
-        let added = add_module(ram, &mut registration, &request, epoch);
+        let added = add_module(memory, &mut registration, &request, epoch);
         let (name, others) = match added {
             Ok(added) => added,
             Err(refused) => {
@@ -154,30 +164,39 @@ impl Registry {
         let mut copy = vec![0; abi::REQUEST_PAGE_SIZE];
         ram.read(page, &mut copy)
             .map_err(|error| Refused(format!("the request page cannot be read: {error}")))?;
+        self.serve(ram.into(), op, &copy)
+    }
+
+    /// Serves the request in a copy of its page.
+    pub(super) fn serve(
+        &self,
+        memory: RequestMemory<'_>,
+        op: u32,
+        copy: &[u8],
+    ) -> Result<(), Refused> {
         // Requests of other vCPUs wait here, and these vCPUs cannot stop meanwhile.
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        match op {
-            abi::OP_REGISTER => self.register(ram, &copy, &mut writer),
-            abi::OP_UNREGISTER => self.unregister(&copy),
-            abi::OP_MODULE_ADD => self.add_module(ram, &copy, &mut writer),
-            abi::OP_MODULE_DEL => self.delete_module(&copy),
+        let served = match op {
+            abi::OP_REGISTER => self.register(memory, copy, &mut writer),
+            abi::OP_UNREGISTER => self.unregister(copy),
+            abi::OP_MODULE_ADD => self.add_module(memory, copy, &mut writer),
+            abi::OP_MODULE_DEL => self.delete_module(copy),
             _ => Err(Refused(format!("operation {op} is unknown"))),
-        }
+        };
+        writer.kept.note(memory, op, copy, served.is_ok());
+        served
     }
 }
 
 /// Checks the numbers of a descriptor.
-pub(crate) fn tables(
-    ram: &GuestRam,
+pub(crate) fn tables<'a>(
+    memory: impl Into<RequestMemory<'a>>,
     descriptor: &abi::Descriptor,
 ) -> Result<KernelTables, Refused> {
-    let levels = Levels::of(descriptor.flags & abi::FLAG_LA57 != 0);
-    let page_table = PageTable {
-        root: descriptor.page_table,
-        levels,
-    };
+    let page_table = page_table(descriptor);
+    let levels = page_table.levels;
     read::check_number("the boot", descriptor.boot)?;
-    let memory = KernelMemory::new(ram, page_table);
+    let memory = memory.into().mapped_by(page_table);
     let kernel = read::kernel(descriptor, &memory, levels)?;
     Ok(KernelTables {
         boot: descriptor.boot,
@@ -198,10 +217,18 @@ pub(crate) fn tables(
     })
 }
 
+/// Returns the page table of a kernel that registers.
+pub(super) fn page_table(descriptor: &abi::Descriptor) -> PageTable {
+    PageTable {
+        root: descriptor.page_table,
+        levels: Levels::of(descriptor.flags & abi::FLAG_LA57 != 0),
+    }
+}
+
 /// Reads and checks everything that a module's request refers to. Returns the module's name, and
 /// the names of other images whose keys became known.
 fn add_module(
-    ram: &GuestRam,
+    memory: RequestMemory<'_>,
     registration: &mut Registration,
     request: &abi::Module,
     epoch: u64,
@@ -217,7 +244,7 @@ fn add_module(
         ro_after_init: read::check_range("ro_after_init", request.ro_after_init, levels)?,
         directory: read::directory(request.directory)?,
     };
-    let memory = registration.memory(ram);
+    let memory = memory.mapped_by(registration.page_table);
     let others = registration
         .catalog
         .add_module(&memory, &module)

@@ -5,23 +5,22 @@ use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-use patchbay_guest::memory::GuestRam;
 use static_keys::Catalog;
 
 use super::registered::Registration;
+use super::request_memory::RequestMemory;
 use super::tables::{Contents, KernelTables};
 use crate::keys::boot::Boot;
 use crate::keys::refused::RefusedModules;
 use crate::keys::registration::Refused;
-use patchbay_guest::kernel_memory::KernelMemory;
 
 /// Reads everything that the numbers refer to.
 pub(super) fn registration(
-    ram: &GuestRam,
+    memory: RequestMemory<'_>,
     tables: KernelTables,
     epoch: u64,
 ) -> Result<Registration, Refused> {
-    let memory = KernelMemory::new(ram, tables.page_table);
+    let memory = memory.mapped_by(tables.page_table);
     let type_offset = tables.layout().map(|layout| layout.static_key_type);
     let catalog = match tables.contents {
         Contents::Described(kernel) => Catalog::new(&memory, &kernel),

@@ -17,7 +17,7 @@ use super::super::decode::Format;
 use super::super::stream::Source;
 
 /// The maximum size of all formats in bytes. Beyond it, all are forgotten and read again.
-const MAX_BYTES: usize = 16 << 20;
+pub const MAX_BYTES: usize = 16 << 20;
 /// Time between two reads of the list of events, and between two reads of a whole format. A module
 /// that is loaded changes the list.
 const REST: Duration = Duration::from_secs(1);
@@ -40,7 +40,6 @@ pub struct Formats {
 /// A format that was read.
 struct Known {
     event: Event,
-    text: String,
     source: Arc<Source>,
     read: Instant,
 }
@@ -95,7 +94,9 @@ impl Formats {
         if view.is_exhausted() {
             return None;
         }
-        self.bytes += found.as_ref().map_or(0, Known::bytes);
+        self.bytes += found
+            .as_ref()
+            .map_or(0, |known| known.source.format_bytes());
         let source = found.as_ref().map(|known| Arc::clone(&known.source));
         self.formats.insert(id, found);
         source
@@ -128,12 +129,12 @@ impl Formats {
         let source = Arc::new(Source {
             name: format!("{}:{}", event.system, event.name),
             format: format.ok()?,
+            text: text.into(),
             settled_at: AtomicU64::new(0),
             events: AtomicU64::new(0),
         });
         Some(Known {
             event,
-            text,
             source,
             read: Instant::now(),
         })
@@ -148,10 +149,6 @@ impl Known {
             return self.event.is_current(view, rings);
         }
         self.read = Instant::now();
-        self.event.format(view, rings).as_ref() == Some(&self.text)
-    }
-
-    fn bytes(&self) -> usize {
-        self.text.len() + self.source.format.bytes()
+        self.event.format(view, rings).as_deref() == Some(&*self.source.text)
     }
 }

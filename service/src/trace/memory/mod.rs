@@ -10,6 +10,7 @@
 //! client has its own reader, which is polled only after the client has taken the previous events.
 
 mod formats;
+mod gaps;
 mod reader;
 mod stream;
 

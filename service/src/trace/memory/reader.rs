@@ -12,9 +12,10 @@ use static_keys::Patterns;
 
 use super::super::decode::Record;
 use super::super::error::TraceError;
-use super::super::stream::{self, Event, Selection};
+use super::super::stream::{self, Event, Raw, Selection};
 use super::super::tasks::NAMING;
 use super::formats::Formats;
+use super::gaps::Gaps;
 use crate::keys::registry::{KernelLog, Look};
 use crate::keys::{Keys, KeysError};
 
@@ -25,8 +26,10 @@ const MAX_BYTES: usize = 64 << 10;
 /// events of a kernel takes about a quarter.
 const FORMAT_READS: usize = 1 << 16;
 const FORMAT_BYTES: usize = 16 << 20;
-/// The number of instances that an error names.
+/// The number of instances that an error names, and the number of bytes of their names. A client
+/// refuses an answer whose headers, and so its error, are longer than 16 KiB.
 const MAX_LISTED: usize = 10;
+const MAX_LISTED_BYTES: usize = 1024;
 /// Time without an event after which the reader searches for the running kernel again. If a kernel
 /// starts another one without a reset (kexec), its rings stay in memory unchanged.
 const QUIET: Duration = Duration::from_secs(10);
@@ -97,11 +100,18 @@ fn no_instance(source: &Source, memory: &KernelMemory, instance: &str) -> TraceE
         return not_found("the list of its instances cannot be read; try again");
     };
     instances.retain(|name| !name.is_empty());
-    let more = match instances.len().saturating_sub(MAX_LISTED) {
+    let all = instances.len();
+    let mut bytes = 0;
+    instances.truncate(MAX_LISTED);
+    // One name with all its characters escaped takes less than the limit.
+    instances.retain(|name| {
+        bytes += name.len();
+        bytes <= MAX_LISTED_BYTES
+    });
+    let more = match all - instances.len() {
         0 => String::new(),
         more => format!(" and {more} more"),
     };
-    instances.truncate(MAX_LISTED);
     TraceError::InstanceNotFound(match instances.is_empty() {
         true => format!(
             "the guest has no tracefs instance {instance:?}, and no other; leave it out for the top level"
@@ -136,6 +146,9 @@ pub struct Reader {
     place: Place,
     rings: Rings,
     formats: Formats,
+    /// The client wants records.
+    records: bool,
+    gaps: Gaps,
     /// The guest was reset, and its kernel is not known yet.
     is_reset: bool,
     /// The time of the last event or of the last search for the running kernel.
@@ -143,11 +156,16 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Creates a reader that begins at `start`.
+    /// Creates a reader that begins at `start`. With `records`, its events are [`Raw`], too.
     ///
     /// # Errors
     /// The rings cannot be read where they were found.
-    pub fn begin(keys: Arc<Keys>, place: Place, start: Start) -> Result<Self, TraceError> {
+    pub fn begin(
+        keys: Arc<Keys>,
+        place: Place,
+        start: Start,
+        records: bool,
+    ) -> Result<Self, TraceError> {
         let mut rings = place.rings(start);
         if !rings.begin(&place.memory) {
             return Err(not_found(
@@ -159,6 +177,8 @@ impl Reader {
             place,
             rings,
             formats: Formats::default(),
+            records,
+            gaps: Gaps::default(),
             is_reset: false,
             confirmed: Instant::now(),
         })
@@ -223,6 +243,7 @@ impl Reader {
             let mut wants = |source: &Arc<stream::Source>| {
                 source.name == NAMING || selection.wants(patterns, source)
             };
+            self.gaps.add(chunk.cpu, chunk.lost_before);
             self.decode(&view, chunk.cpu, &chunk.page, &mut wants, polled);
         }
         // CPUs share one clock. The sort is stable, so each CPU's events stay in order.
@@ -238,12 +259,12 @@ impl Reader {
         polled: &mut Polled,
     ) {
         let Ok(page) = Page::parse(page) else {
-            polled.losses.malformed += 1;
+            self.malformed(cpu, polled);
             return;
         };
         for event in page.events() {
             let Ok((time, payload)) = event else {
-                polled.losses.malformed += 1;
+                self.malformed(cpu, polled);
                 return;
             };
             let found = Record::parse(payload).and_then(|record| {
@@ -252,13 +273,26 @@ impl Reader {
             });
             match found {
                 Some((source, record)) if wants(&source) => {
-                    polled.events.push(Event::of(&source, cpu, time, &record));
+                    let mut event = Event::of(&source, cpu, time, &record);
+                    event.raw = self.records.then(|| {
+                        Box::new(Raw {
+                            record: payload.into(),
+                            lost_before: self.gaps.take(cpu),
+                        })
+                    });
+                    polled.events.push(event);
                 }
                 Some(_) => {}
                 // A module that was unloaded has taken the format with it.
-                None => polled.losses.malformed += 1,
+                None => self.malformed(cpu, polled),
             }
         }
+    }
+
+    /// Counts an event that cannot be decoded.
+    fn malformed(&mut self, cpu: u32, polled: &mut Polled) {
+        polled.losses.malformed += 1;
+        self.gaps.add(cpu, 1);
     }
 
     fn may_look(&self, rest: Duration) -> bool {

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Sends the events that a client has asked for.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use patchbay_observe::trace::Start;
-use patchbay_proto::v1::{self, TraceMark};
+use patchbay_proto::v1::{self, TraceFormat, TraceMark};
 use static_keys::Patterns;
 use tokio::sync::mpsc;
 use tonic::Status;
@@ -13,8 +14,10 @@ use tonic::Status;
 use super::super::error::TraceError;
 use super::super::hub::Permit;
 use super::super::link::AgentLink;
-use super::super::stream::{Batch, FloodGuard, Selection};
+use super::super::stream::{BATCH_BYTES, Batch, Event, FloodGuard, Selection, Source};
 use super::super::tasks::Tasks;
+use super::formats::MAX_BYTES;
+use super::gaps::Gaps;
 use super::reader::{Place, Polled, Reader};
 use crate::keys::{Keys, KeysError};
 
@@ -42,6 +45,8 @@ pub struct Wanted {
     pub buffered: bool,
     /// End when the rings hold no more events.
     pub no_follow: bool,
+    /// Also send the bytes of each event and the formats.
+    pub records: bool,
 }
 
 /// A client's view of the events.
@@ -55,6 +60,49 @@ pub struct MemoryStream {
     link: AgentLink,
     permit: Permit,
     no_follow: bool,
+    gaps: Gaps,
+    /// If the client wants records: the formats that were sent.
+    formats: Option<Sent>,
+}
+
+/// The formats that were sent to a client.
+#[derive(Default)]
+struct Sent {
+    sources: HashMap<u16, Arc<Source>>,
+    bytes: usize,
+}
+
+impl Sent {
+    /// Returns messages with the formats of these events that were not sent before.
+    fn missing(&mut self, events: &[Event]) -> Vec<v1::StreamTracepointEventsResponse> {
+        let mut messages: Vec<v1::StreamTracepointEventsResponse> = vec![];
+        let mut bytes = 0;
+        for source in events.iter().map(|event| &event.source) {
+            let sent = self.sources.get(&source.format.id);
+            if sent.is_some_and(|sent| Arc::ptr_eq(sent, source)) {
+                continue;
+            }
+            if self.bytes > MAX_BYTES {
+                *self = Self::default();
+            }
+            self.bytes += source.format_bytes();
+            self.sources.insert(source.format.id, Arc::clone(source));
+            if messages.is_empty() || bytes > BATCH_BYTES {
+                messages.push(v1::StreamTracepointEventsResponse::default());
+                bytes = 0;
+            }
+            bytes += source.text.len();
+            let format = TraceFormat {
+                name: source.name.clone(),
+                id: source.format.id.into(),
+                text: source.text.to_string(),
+            };
+            if let Some(message) = messages.last_mut() {
+                message.formats.push(format);
+            }
+        }
+        messages
+    }
 }
 
 /// The messages of a poll.
@@ -78,7 +126,7 @@ impl MemoryStream {
         permit: Permit,
         wanted: Wanted,
     ) -> Result<Self, TraceError> {
-        let instance = wanted.instance;
+        let (instance, records) = (wanted.instance, wanted.records);
         let start = match wanted.buffered {
             true => Start::Oldest,
             false => Start::End,
@@ -86,7 +134,7 @@ impl MemoryStream {
         let begin = tokio::task::spawn_blocking(move || {
             let place = Place::find(&keys, &instance)?;
             // The permit lasts as long as this, also if the client cancels the call meanwhile.
-            Ok::<_, TraceError>((Reader::begin(keys, place, start)?, permit))
+            Ok::<_, TraceError>((Reader::begin(keys, place, start, records)?, permit))
         });
         let (reader, permit) = begin.await.map_err(failed)??;
         Ok(Self {
@@ -98,6 +146,8 @@ impl MemoryStream {
             link,
             permit,
             no_follow: wanted.no_follow,
+            gaps: Gaps::default(),
+            formats: records.then(Sent::default),
         })
     }
 
@@ -160,8 +210,21 @@ impl MemoryStream {
             is_monotonic,
         } = self.reader.poll(&self.patterns)?;
         self.tasks.name_from_events(&mut events);
-        let mut selection = Selection::default();
-        events.retain(|event| selection.wants(&self.patterns, &event.source));
+        let (mut selection, now) = (Selection::default(), Instant::now());
+        events.retain_mut(|event| {
+            let wanted = selection.wants(&self.patterns, &event.source);
+            let passes = wanted && self.guard.pass(now);
+            let dropped = u64::from(wanted && !passes);
+            losses.flood += dropped;
+            if let Some(raw) = &mut event.raw {
+                let lost = raw.lost_before.saturating_add(dropped);
+                self.gaps.add(event.cpu, lost);
+                if passes {
+                    raw.lost_before = self.gaps.take(event.cpu);
+                }
+            }
+            passes
+        });
         // The agent compares the host's clock with CLOCK_MONOTONIC.
         if is_monotonic {
             let clock = self.link.clock();
@@ -169,18 +232,17 @@ impl MemoryStream {
                 event.time = clock.host_time(event.guest_time_ns).map(Into::into);
             }
         }
-        let (before, now) = (events.len(), Instant::now());
-        events.retain(|_| self.guard.pass(now));
-        losses.flood = (before - events.len()) as u64;
         self.permit.count(events.len(), &losses);
         let mark = self.marks.admit(restarted, now).then(|| TraceMark {
             time: Some(SystemTime::now().into()),
             text: "the guest's rings begin anew: they were emptied or exchanged, or another kernel runs".to_owned(),
         });
+        let formats = self.formats.as_mut();
+        let mut messages = formats.map_or_else(Vec::new, |formats| formats.missing(&events));
         let batches = Batch::split(events.into_iter().map(Arc::new), losses, mark);
-        let messages = batches.into_iter().map(|batch| batch.to_proto());
+        messages.extend(batches.into_iter().map(|batch| batch.to_proto()));
         Ok(Told {
-            messages: messages.collect(),
+            messages,
             has_read,
             more,
         })
@@ -266,6 +328,7 @@ mod tests {
             events_per_second: 1000,
             buffered: true,
             no_follow: false,
+            records: false,
         };
         let stream = MemoryStream::begin(Arc::new(keys), link, permit, wanted).await;
         let mut stream = stream.expect("found");

@@ -19,7 +19,9 @@ use tokio::sync::{mpsc, watch};
 use super::super::frame;
 use super::super::switch::{Boxed, Switch, TracepointFacts, TracepointKeys};
 use super::super::{AgentSocket, Tracer, start};
-use crate::keys::{Caller, FlipReport, KeysError, PauseTimes, TracepointUpdate, Use};
+use crate::keys::{
+    Caller, FlipReport, KeyRefusal, KeysError, PauseTimes, RefusedKey, TracepointUpdate, Use,
+};
 
 pub const SWITCH: &str = include_str!("../fixtures/sched_switch.format");
 pub const FORK: &str = include_str!("../fixtures/sched_process_fork.format");
@@ -34,8 +36,16 @@ pub struct Keys {
     /// Holders, by key.
     pub held: Mutex<BTreeMap<String, BTreeSet<String>>>,
     pub switches: Mutex<Vec<Switch>>,
+    /// The names of probes, by key.
+    pub functions: Mutex<BTreeMap<String, Vec<String>>>,
+    /// The events in memory.
+    pub events: Mutex<Vec<String>>,
     pub boot: AtomicU64,
     pub fail: Mutex<Option<KeysError>>,
+    /// Keys whose changes are refused.
+    pub refused: Mutex<BTreeSet<String>>,
+    /// The guest boots again at the end of the next switch.
+    pub reboots: AtomicBool,
     /// The callers whose permission was asked, with the keys and their use.
     pub permitted: Mutex<Vec<(String, Vec<String>, Use)>>,
 }
@@ -80,11 +90,14 @@ impl Keys {
 
 impl TracepointKeys for Keys {
     fn tracepoints(&self) -> Result<Vec<TracepointFacts>, KeysError> {
+        let functions = self.functions.lock().unwrap();
         let fact = |(name, (on, probes)): (&String, &(bool, u32))| TracepointFacts {
             key: name.clone(),
             enabled: *on,
             probes: Some(*probes),
             switched_by_function: name == "sys_enter",
+            functions: functions.get(name).cloned().unwrap_or_default(),
+            also_serves: vec![],
         };
         Ok(self.state.lock().unwrap().iter().map(fact).collect())
     }
@@ -93,6 +106,14 @@ impl TracepointKeys for Keys {
         let state = self.state.lock().unwrap();
         let probes = |key: &String| state.get(key).map(|(_, probes)| *probes);
         Ok(keys.iter().map(probes).collect())
+    }
+
+    fn events(&self) -> Vec<String> {
+        self.events.lock().unwrap().clone()
+    }
+
+    fn also_serves(&self, _: &str) -> Vec<&'static str> {
+        vec![]
     }
 
     fn holders(&self, keys: &[String]) -> Result<Vec<Vec<Arc<str>>>, KeysError> {
@@ -131,6 +152,14 @@ impl TracepointKeys for Keys {
             if let Some(error) = self.fail.lock().unwrap().take() {
                 return Err(error);
             }
+            let refused = self.refused.lock().unwrap();
+            if let Some(key) = switch.keys.iter().find(|key| refused.contains(*key)) {
+                return Err(KeysError::KeyRefused {
+                    key: RefusedKey::Named(key.clone()),
+                    reason: KeyRefusal::Sealed,
+                    message: "the test refuses it".to_owned(),
+                });
+            }
             let mut state = self.state.lock().unwrap();
             let mut held = self.held.lock().unwrap();
             for key in &switch.keys {
@@ -155,6 +184,9 @@ impl TracepointKeys for Keys {
                 }
             }
             self.switches.lock().unwrap().push(switch);
+            if self.reboots.swap(false, Ordering::Relaxed) {
+                self.boot.fetch_add(1, Ordering::Relaxed);
+            }
             Ok(Some(FlipReport {
                 pause: Some(PauseTimes::default()),
                 ..FlipReport::default()

@@ -79,6 +79,7 @@ fn wanted(patterns: &[&str], buffered: bool) -> Wanted {
         events_per_second: 1000,
         buffered,
         no_follow: false,
+        records: false,
     }
 }
 
@@ -196,6 +197,100 @@ async fn names_select_and_the_flood_limit_counts() {
     let mut client = lab.open(few).await.expect("found");
     let (events, lost) = client.events(3).await;
     assert_eq!((events.len(), lost), (3, 7));
+}
+
+#[tokio::test]
+async fn the_flood_limit_counts_before_the_next_record() {
+    let lab = Lab::new();
+    (0..10).for_each(|number| lab.event(number));
+    let few = Wanted {
+        events_per_second: 4,
+        records: true,
+        ..wanted(&[], true)
+    };
+    let mut client = lab.open(few).await.expect("found");
+    let (events, lost) = client.events(4).await;
+    assert_eq!((events.len(), lost), (4, 6));
+    let mut number = 10;
+    // Events pass the flood limit again once a second is over.
+    let event = loop {
+        lab.event(number);
+        number += 2;
+        let message = client.next().await;
+        if let Some(event) = message.events.into_iter().next() {
+            break event;
+        }
+    };
+    let before = self::number(&event);
+    // Numbers 4, 6 and 8, and those that the loop has written.
+    assert_eq!((event.cpu, event.lost_before), (0, (before - 4) / 2));
+}
+
+/// Each loss is told before the next event of its CPU, whatever has lost it.
+#[tokio::test]
+async fn records_have_their_bytes_their_losses_and_their_formats() {
+    let lab = Lab::new();
+    let records = Wanted {
+        records: true,
+        ..wanted(&["test:*"], true)
+    };
+    let mut client = lab.open(records.clone()).await.expect("found");
+    (0..2).for_each(|number| lab.event(number));
+    let (mut last, mut formats, mut losses) = ([None; 2], vec![], (0, 0));
+    // The first position of an empty ring is in no page, so a loss there is noticed later.
+    let mut first = vec![];
+    while first.len() < 2 {
+        let message = client.next().await;
+        formats.extend(message.formats);
+        first.extend(message.events);
+    }
+    for event in &first {
+        assert_eq!(event.lost_before, 0);
+        last[event.cpu as usize] = Some(number(event));
+    }
+    (2..2000).for_each(|number| lab.event(number));
+    let unknown = [50, 0, 0, 0, 42, 0, 0, 0];
+    lab.rings
+        .write(|writer| writer.event(1, 2_000_000, &unknown));
+    (2000..2004).for_each(|number| lab.event(number));
+    while last != [Some(2002), Some(2003)] {
+        let message = client.next().await;
+        formats.extend(message.formats);
+        let lost = message.losses.unwrap_or_default();
+        losses = (losses.0 + lost.overwritten, losses.1 + lost.malformed);
+        for event in message.events {
+            let number = number(&event);
+            assert_eq!(event.record, numbered(number));
+            let last = &mut last[event.cpu as usize];
+            // Every second event is of this CPU. The unknown one precedes 2001.
+            let before = last.expect("was read") + 2;
+            let gap = (number - before) / 2 + u64::from(number == 2001);
+            assert_eq!(event.lost_before, gap, "{number}, expected {before}");
+            *last = Some(number);
+        }
+    }
+    assert!(losses.0 > 1000 && losses.1 == 1, "{losses:?}");
+    let [format] = &formats[..] else {
+        panic!("{formats:?}");
+    };
+    assert_eq!((&*format.name, format.id), ("test:numbered", 7));
+    assert!(
+        format.text.starts_with("name: numbered\nID: 7\n"),
+        "{format:?}"
+    );
+
+    let plain = Wanted {
+        records: false,
+        no_follow: true,
+        ..records
+    };
+    let mut client = lab.open(plain).await.expect("found");
+    while let Some(message) = client.0.recv().await {
+        let message = message.expect("no error");
+        assert!(message.formats.is_empty());
+        let is_plain = |event: &TraceEvent| event.record.is_empty() && event.lost_before == 0;
+        assert!(message.events.iter().all(is_plain));
+    }
 }
 
 /// While a client does not take its events, nothing more is read for it, and other clients are

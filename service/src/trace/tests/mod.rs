@@ -2,6 +2,7 @@
 //! Tests of the monitor's side, with a fake agent and fake keys.
 
 mod agent;
+mod armed_in_guest;
 mod fake;
 mod hostile;
 mod idle;

@@ -101,7 +101,7 @@ impl Tracer {
     ) -> Result<BTreeMap<String, String>, TraceError> {
         let mut chosen = BTreeMap::new();
         for name in names {
-            let of_event = facts.get(select::split(&name).1);
+            let of_event = select::of_event(facts, &name);
             match (select::refusal(of_event), of_event) {
                 (Some(why), _) if wanted.names(&name) => {
                     return Err(TraceError::Refused { name, why });
@@ -131,7 +131,7 @@ impl Tracer {
     ) -> Result<BTreeMap<String, String>, TraceError> {
         let mut fresh = BTreeMap::new();
         for (name, key) in chosen {
-            if let Some(armed) = book.events.get(name) {
+            if let Some(armed) = book.of_agent(name) {
                 let same = |asked: &str, set: &str| asked.is_empty() || asked == set;
                 if same(&terms.filter, &armed.filter) && same(&terms.trigger, &armed.trigger) {
                     continue;
@@ -161,7 +161,8 @@ impl Tracer {
         facts: &HashMap<String, TracepointFacts>,
         names: impl Iterator<Item = &'a String>,
     ) -> Result<(), TraceError> {
-        let others = select::others(events, facts, |event| book.may_have_probe(event));
+        let has_probe = |event: &str| book.may_have_probe(event);
+        let others = select::others(events, &events.names, facts, has_probe);
         let traced: Vec<String> = names
             .filter_map(|name| Some(format!("{name} ({})", others.get(name)?.join(", "))))
             .collect();
@@ -185,9 +186,7 @@ impl Tracer {
             let names: Vec<String> = {
                 let book = self.book();
                 let fresh = fresh.keys().cloned();
-                fresh
-                    .filter(|name| !book.events.contains_key(name))
-                    .collect()
+                fresh.filter(|name| !book.is_agents(name)).collect()
             };
             self.detach(&names).await;
             // The recording is restarted even if the agent does not answer in time, because it
@@ -226,6 +225,7 @@ impl Tracer {
                 sources.push(Arc::new(Source {
                     name: name.clone(),
                     format,
+                    text: Box::default(),
                     // Events of this source are skipped until the arming is complete.
                     settled_at: AtomicU64::new(u64::MAX),
                     events: AtomicU64::new(0),
@@ -253,7 +253,7 @@ impl Tracer {
                 armed_by: BTreeMap::from([(client.to_owned(), None)]),
                 backoff: earlier.map(|armed| armed.backoff).unwrap_or_default(),
                 serial: book.armed,
-                source: Arc::clone(&source),
+                source: Some(Arc::clone(&source)),
             };
             book.overdue.remove(&source.name);
             book.events.insert(source.name.clone(), armed);
@@ -262,26 +262,39 @@ impl Tracer {
         Ok(report)
     }
 
-    /// Parks the events to which the agent has just attached probes.
+    /// Parks the events to which the agent has just attached probes. Those that the guest's own
+    /// kernel had armed continue to fire for their other clients.
     async fn park_fresh(
         &self,
         client: &str,
         fresh: &BTreeMap<String, String>,
     ) -> Result<Option<FlipReport>, TraceError> {
         let _turn = self.turn.lock().await;
-        let keys = fresh.values().cloned().collect();
-        let terms = SwitchTerms::default();
-        // This drops the kernel's own reference, which no client holds, and holds of an earlier
+        let (guests, rest): (Vec<_>, Vec<_>) = {
+            let book = self.book();
+            let is_guests = |name: &str| book.events.get(name).is_some_and(Armed::is_guests);
+            fresh.iter().partition(|(name, _)| is_guests(name))
+        };
+        let mut report = None;
+        // Silence drops the kernel's own reference, which no client holds, and holds of an earlier
         // arming.
-        let silence = TracepointUpdate::Silence;
-        self.switch(keys, silence, client, "arm tracepoints", &terms)
-            .await
+        for (events, update) in [
+            (guests, TracepointUpdate::Park),
+            (rest, TracepointUpdate::Silence),
+        ] {
+            let keys = events.into_iter().map(|(_, key)| key.clone()).collect();
+            let terms = SwitchTerms::default();
+            let switched = self.switch(keys, update, client, "arm tracepoints", &terms);
+            report = switched.await?.or(report);
+        }
+        Ok(report)
     }
 
     /// Checks the limit on the formats, whose size the guest chooses.
     fn afford(&self, sources: &[Arc<Source>]) -> Result<(), TraceError> {
         let book = self.book();
-        let armed = book.events.values().map(|armed| &armed.source);
+        let armed = book.events.values();
+        let armed = armed.filter_map(|armed| armed.source.as_ref());
         let bytes = armed
             .chain(sources)
             .map(|source| source.format.bytes())

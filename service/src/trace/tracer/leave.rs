@@ -65,7 +65,7 @@ impl Tracer {
         force: bool,
     ) -> Result<Vec<String>, TraceError> {
         let _turn = self.turn.lock().await;
-        let to_disarm = self.book().to_disarm(names, client, force);
+        let mut to_disarm = self.book().to_disarm(names, client, force);
         // When the guest removes the probe, it also turns the key off, but possibly late or never.
         // The guest does not turn keys on, so a key that other users still trace is turned on here.
         let (theirs, ours) = self.split_by_others(&to_disarm).await;
@@ -91,11 +91,14 @@ impl Tracer {
         }
         let mut book = self.book();
         book.release_arm(names, client);
-        for name in &to_disarm {
-            if let Some(armed) = book.events.remove(name) {
-                self.hub.remove_source(armed.source.format.id);
-            }
-        }
+        // The agent has no probe to detach from an event that the guest's kernel has armed.
+        to_disarm.retain(|name| {
+            let armed = book.events.remove(name);
+            armed.is_some_and(|armed| {
+                self.remove_source(&armed);
+                !armed.is_guests()
+            })
+        });
         Ok(to_disarm)
     }
 
@@ -228,13 +231,24 @@ impl Tracer {
     async fn forget_lost(&self, enabled: &BTreeSet<String>, connection: u64) {
         let _turn = self.turn.lock().await;
         let is_lost = |name: &String, armed: &mut Armed| {
-            !enabled.contains(name) && armed.connection != connection
+            !armed.is_guests() && !enabled.contains(name) && armed.connection != connection
         };
         let lost: Vec<_> = self.book().events.extract_if(.., is_lost).collect();
-        for (name, armed) in &lost {
-            self.hub.remove_source(armed.source.format.id);
+        self.forgotten(&lost);
+    }
+
+    /// Tells the streams of events that were removed from the book.
+    fn forgotten(&self, gone: &[(String, Armed)]) {
+        for (name, armed) in gone {
+            self.remove_source(armed);
             self.hub
                 .mark(format!("{name} is no longer armed in the guest"));
+        }
+    }
+
+    fn remove_source(&self, armed: &Armed) {
+        if let Some(source) = &armed.source {
+            self.hub.remove_source(source.format.id);
         }
     }
 
@@ -245,7 +259,7 @@ impl Tracer {
         let mut book = self.book();
         let vanished = |name: &str, armed: &Armed| {
             armed.serial <= facts.armed
-                && match facts.by_name.get(select::split(name).1) {
+                && match select::of_event(&facts.by_name, name) {
                     Some(facts) => facts.key != armed.key || facts.probes == Some(0),
                     None => true,
                 }
@@ -254,11 +268,7 @@ impl Tracer {
             .events
             .extract_if(.., |name, armed| vanished(name, armed))
             .collect();
-        for (name, armed) in &gone {
-            self.hub.remove_source(armed.source.format.id);
-            self.hub
-                .mark(format!("{name} is no longer armed in the guest"));
-        }
+        self.forgotten(&gone);
         !gone.is_empty()
     }
 

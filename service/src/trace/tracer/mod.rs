@@ -36,6 +36,7 @@ mod arm;
 mod leave;
 mod moves;
 mod others;
+mod own;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -256,6 +257,13 @@ impl Tracer {
         })??;
         let by_name = select::by_name(facts);
         Ok(Facts { by_name, armed })
+    }
+
+    /// Reads the names of the kernel's events in the guest's memory; empty if they are not found.
+    pub(crate) async fn events_in_memory(&self) -> Vec<String> {
+        let keys = Arc::clone(&self.keys);
+        let events = tokio::task::spawn_blocking(move || keys.events()).await;
+        events.unwrap_or_default()
     }
 
     /// Reads the number of probes on the tracepoints of these keys.
@@ -510,6 +518,7 @@ impl Tracer {
                 name,
                 state: state.into(),
                 kept_by,
+                also_serves: vec![],
             }
         };
         names.into_iter().map(result).collect()

@@ -70,10 +70,11 @@ impl Tracer {
         })
     }
 
-    /// Claims the events that are neither claimed nor armed, so that they can be detached.
+    /// Claims the events that are neither claimed nor armed by the agent, so that they can be
+    /// detached.
     pub(super) fn claim_unarmed(&self, mut names: Vec<String>) -> Moving<'_> {
         let mut book = self.book();
-        names.retain(|name| !book.events.contains_key(name) && !book.moving.contains(name));
+        names.retain(|name| !book.is_agents(name) && !book.moving.contains(name));
         book.moving.extend(names.iter().cloned());
         Moving {
             tracer: self,

@@ -18,12 +18,10 @@ use std::sync::{Arc, PoisonError};
 use patchbay_guest::log_limit::limited;
 
 use super::{SwitchTerms, Tracer};
+use crate::auth::OTHERS;
 use crate::keys::{KeysError, TracepointUpdate};
 use crate::trace::backoff::Backoff;
 use crate::trace::select;
-
-/// Holder of events that fire for other users in the guest.
-pub const OTHERS: &str = "others in the guest";
 
 /// The maximum burst of parkings.
 const TOKENS: u32 = 32;
@@ -204,14 +202,18 @@ impl Tracer {
         }
     }
 
-    /// Splits the events into those that keep another probe when the agent's probe is removed, and
-    /// the rest. Events that cannot be read now are in the rest.
+    /// Splits the events into those whose tracepoints keep a probe after the disarming, and the
+    /// rest. An event that cannot be read now is in the rest if the agent has armed it.
     pub(super) async fn split_by_others(&self, names: &[String]) -> (Vec<String>, Vec<String>) {
         let facts = self.facts().await.map(|facts| facts.by_name);
         let facts = facts.unwrap_or_default();
         let has_others = |name: &&String| {
-            let facts = facts.get(select::split(name).1);
-            facts.is_some_and(|facts| facts.probes.is_some_and(|probes| probes > 1))
+            let facts = select::of_event(&facts, name);
+            match self.book().is_agents(name) {
+                true => facts.is_some_and(|facts| facts.probes.is_some_and(|probes| probes > 1)),
+                // A key without a probe cannot be turned on.
+                false => facts.is_none_or(|facts| facts.probes != Some(0)),
+            }
         };
         let (theirs, ours): (Vec<_>, Vec<_>) = names.iter().partition(has_others);
         (

@@ -95,6 +95,30 @@ async fn compare_health(guest: &mut Guest, state: &KernelState) -> Result<()> {
     bail!("the pressures always differ")
 }
 
+/// Compares the uptime in the guest's memory with the one that the guest reads before and after.
+async fn compare_uptime(guest: &mut Guest) -> Result<()> {
+    let before = own_uptime(guest).await?;
+    let described = guest
+        .guest_service()
+        .describe_guest(DescribeGuestRequest::default())
+        .await?;
+    let after = own_uptime(guest).await?;
+    let state = described.into_inner().kernel_state.context("no state")?;
+    let uptime = state.uptime_seconds.context("no uptime")?;
+    // The kernel counts the seconds of its two clocks separately, and only with its tick.
+    ensure!(
+        (before.saturating_sub(2)..=after).contains(&uptime),
+        "{before} {uptime} {after}"
+    );
+    Ok(())
+}
+
+async fn own_uptime(guest: &mut Guest) -> Result<u64> {
+    let text = guest.shell("cat /proc/uptime").await?;
+    let (seconds, _) = text.split_once('.').context("no fraction")?;
+    Ok(seconds.trim().parse()?)
+}
+
 async fn in_our_monitor(version: &str) -> Result<()> {
     let Some(kernel) = StockKernel::named(version) else {
         return Ok(());
@@ -112,6 +136,8 @@ async fn in_our_monitor(version: &str) -> Result<()> {
         "{state:?} {tainted:?}"
     );
     ensure!(state.load_hundredths.len() == 3, "{state:?}");
+    ensure!(state.panicked == Some(false), "{state:?}");
+    compare_uptime(&mut guest).await?;
     compare_health(&mut guest, &state).await?;
 
     load_module(&mut guest).await?;

@@ -2,7 +2,7 @@
 //! Tests the events that a stock kernel records itself, read from the guest's memory, against the
 //! guest's own `trace` file: while the guest runs, while it is paused and after a panic.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::{
     PauseGuestRequest, ResumeGuestRequest, StreamTracepointEventsRequest, TraceEvent, TraceLosses,
@@ -15,6 +15,8 @@ use super::{TRACING, crash};
 
 /// The events of processes, which a shell causes with every command.
 const EVENTS: &str = "sched:sched_process_exec sched:sched_process_exit sched:sched_process_fork";
+/// An instance that records the same without `sched_process_fork`.
+const INSTANCE: &str = "/sys/kernel/tracing/instances/one";
 /// The program whose start is the last event that is compared.
 const LAST: &str = "/tmp/true";
 
@@ -37,7 +39,11 @@ async fn events_of(version: &str) -> Result<()> {
         "ln -s /bin/busybox {LAST}; for event in {EVENTS}; do echo $event >>{TRACING}/set_event; done"
     );
     guest.shell(&enable).await?;
-    let mut stream = open(&mut guest, false).await?;
+    let enable = format!(
+        "mkdir {INSTANCE}; for event in sched_process_exec sched_process_exit; do echo sched:$event >>{INSTANCE}/set_event; done"
+    );
+    guest.shell(&enable).await?;
+    let mut stream = open(&mut guest, "", false).await?;
     let work = format!("for i in 1 2 3 4 5 6 7 8 9 10; do busybox true; done; {LAST}");
     guest.shell(&work).await?;
     let followed = until_last(&mut stream).await?;
@@ -50,6 +56,7 @@ async fn events_of(version: &str) -> Result<()> {
     ensure!(own.len() > 30, "{own:?}");
     compare(&own, &followed)?;
     println!("{version}: {} events as in `trace`", followed.len());
+    instance(&mut guest, own.len()).await?;
 
     let running = buffered(&mut guest, &own).await?;
     let pause = PauseGuestRequest::default();
@@ -66,9 +73,34 @@ async fn events_of(version: &str) -> Result<()> {
     Ok(())
 }
 
-async fn open(guest: &mut Guest, buffered: bool) -> Result<EventStream> {
+/// Reads the instance, which has recorded less than `all` events, and one that does not exist.
+async fn instance(guest: &mut Guest, all: usize) -> Result<()> {
+    guest
+        .shell(&format!("echo 0 >{INSTANCE}/tracing_on"))
+        .await?;
+    let own = guest.shell(&format!("cat {INSTANCE}/trace")).await?;
+    let own: Vec<Line> = own.lines().filter_map(Line::parse).collect();
+    let events = until_last(&mut open(guest, "one", true).await?).await?;
+    compare(&own, &events)?;
+    ensure!(events.first() == own.first(), "{events:?} {own:?}");
+    let forks = events.iter().any(|line| line.name == "sched_process_fork");
+    ensure!(!forks && own.len() < all, "{own:?}");
+    println!("{} events of the instance as in its `trace`", events.len());
+    let Err(error) = open(guest, "two", true).await else {
+        bail!("there is no such instance");
+    };
+    let text = format!("{error:#}");
+    ensure!(
+        text.contains("no tracefs instance \"two\"; it has one"),
+        "{text}"
+    );
+    Ok(())
+}
+
+async fn open(guest: &mut Guest, instance: &str, buffered: bool) -> Result<EventStream> {
     let request = StreamTracepointEventsRequest {
         source: TraceSource::Memory.into(),
+        instance: instance.to_owned(),
         buffered,
         ..Default::default()
     };
@@ -78,7 +110,7 @@ async fn open(guest: &mut Guest, buffered: bool) -> Result<EventStream> {
 /// Reads the events that the ring buffer holds, compares them with the guest's own, and returns
 /// them.
 async fn buffered(guest: &mut Guest, own: &[Line]) -> Result<Vec<Line>> {
-    let events = until_last(&mut open(guest, true).await?).await?;
+    let events = until_last(&mut open(guest, "", true).await?).await?;
     compare(own, &events)?;
     ensure!(events.first() == own.first(), "{events:?} {own:?}");
     Ok(events)

@@ -4,6 +4,7 @@
 
 #![allow(dead_code, reason = "each test binary uses a part")]
 
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 
@@ -96,6 +97,11 @@ impl Case {
             .args(arguments)
             .current_dir(self.folder.path())
             .stdin(Stdio::null());
+    }
+
+    /// Returns whether a program listens on this socket.
+    pub fn answers(&self, socket: &str) -> bool {
+        UnixStream::connect(self.path(socket)).is_ok()
     }
 
     pub fn read(&self, name: &str) -> String {

@@ -64,11 +64,11 @@ pub struct DiskConfig {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the message names the fields")]
 pub enum DiskError {
-    #[error("the disk image {path} cannot be opened{}: {source}; check the path and its permissions, or add ,readonly", if *.read_only { "" } else { " for writing" })]
+    #[error("the disk image {path} cannot be opened{}: {error}; check the path and its permissions, or add ,readonly", if *.read_only { "" } else { " for writing" })]
     Open {
         path: PathBuf,
         read_only: bool,
-        source: std::io::Error,
+        error: std::io::Error,
     },
     #[error("the disk image {0} is neither a file nor a block device; give a raw image")]
     NotAnImage(PathBuf),
@@ -124,10 +124,10 @@ impl Block {
     /// Opens and locks the image. `index` numbers the guest's disks.
     pub fn open(config: &DiskConfig, index: usize) -> Result<Self, DiskError> {
         let path = || config.path.clone();
-        let open = |source| DiskError::Open {
+        let open = |error| DiskError::Open {
             path: path(),
             read_only: config.read_only,
-            source,
+            error,
         };
         check_kind(&config.path, open)?;
         let mut image = File::options()
@@ -330,6 +330,14 @@ impl Device for Block {
         self.flushes = false;
         self.held_back = None;
         self.under_way = None;
+    }
+
+    fn is_busy(&self) -> bool {
+        self.under_way.is_some()
+    }
+
+    fn unused(&self, _queue: usize) -> u16 {
+        self.held_back.is_some().into()
     }
 
     fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<NextTurn, Broken> {

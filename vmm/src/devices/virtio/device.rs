@@ -70,6 +70,25 @@ pub(super) trait Device: Send {
         Ok(())
     }
 
+    /// Returns whether the host still works on a request. [`Device::finish`] ends it.
+    fn is_busy(&self) -> bool {
+        false
+    }
+
+    /// Returns the number of chains that were taken last from a queue and will be returned, so that
+    /// a copy of the guest has to take them again.
+    fn unused(&self, _queue: usize) -> u16 {
+        0
+    }
+
+    /// Continues the driver of a guest that was saved. Called after [`Device::activate`].
+    fn resume(&mut self) {}
+
+    /// Returns whether a copy of the guest may have another configuration space.
+    fn may_change_config(&self) -> bool {
+        false
+    }
+
     /// Closes the sockets that clients on the host connect to, because the guest has ended.
     fn close(&mut self) {}
 
@@ -118,6 +137,22 @@ impl Device for Box<dyn Device> {
         memory: &Memory,
     ) -> Result<(), Broken> {
         (**self).finish(done, rings, memory)
+    }
+
+    fn is_busy(&self) -> bool {
+        (**self).is_busy()
+    }
+
+    fn unused(&self, queue: usize) -> u16 {
+        (**self).unused(queue)
+    }
+
+    fn resume(&mut self) {
+        (**self).resume();
+    }
+
+    fn may_change_config(&self) -> bool {
+        (**self).may_change_config()
     }
 
     fn close(&mut self) {

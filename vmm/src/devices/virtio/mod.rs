@@ -33,6 +33,7 @@ mod vsock;
 
 use std::fmt::Write;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use kvm_ioctls::{IoEventAddress, VmFd};
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY;
@@ -47,6 +48,7 @@ use thread::DeviceThread;
 use transport::Transport;
 
 use crate::dirty::DirtyBitmap;
+use crate::snapshot::{DeviceState, SnapshotError};
 use crate::x86::acpi::MmioDevice;
 
 type Memory = GuestMemoryMmap<DirtyBitmap>;
@@ -62,6 +64,9 @@ pub const DISKS_MAX: usize = 4;
 
 /// Interrupt lines for devices: the unused lines of the ISA bus.
 const IRQS: [u32; 6] = [5, 6, 7, 10, 11, 12];
+
+/// Time between two looks at a request that the host works on.
+const BUSY_POLL: Duration = Duration::from_millis(1);
 
 /// Configuration of a guest's virtio devices.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -188,6 +193,40 @@ impl Virtio {
         Ok(())
     }
 
+    /// Keeps the devices from accessing guest memory until the returned value is dropped. Waits for
+    /// requests that the host works on. The guest must be paused.
+    ///
+    /// # Errors
+    /// The number of a device whose request the host did not finish until the deadline.
+    pub fn freeze(&self, deadline: Instant) -> Result<Frozen<'_>, usize> {
+        let frozen = Frozen(self);
+        for (index, transport) in self.transports.iter().enumerate() {
+            while !transport.freeze() {
+                if Instant::now() >= deadline {
+                    return Err(index);
+                }
+                std::thread::sleep(BUSY_POLL);
+            }
+        }
+        Ok(frozen)
+    }
+
+    /// Sets the state of the devices of a guest that was saved.
+    pub fn restore(&self, saved: &[DeviceState]) -> Result<(), SnapshotError> {
+        if saved.len() != self.transports.len() {
+            return Err(SnapshotError::DeviceCount {
+                saved: saved.len(),
+                given: self.transports.len(),
+            });
+        }
+        for (index, (transport, saved)) in self.transports.iter().zip(saved).enumerate() {
+            transport
+                .restore(saved)
+                .map_err(|what| SnapshotError::Device { index, what })?;
+        }
+        Ok(())
+    }
+
     /// Stops the device threads after their current batch, and closes the sockets that clients on
     /// the host connect to. May be called more than once.
     pub fn close(&self) {
@@ -221,6 +260,25 @@ impl Virtio {
         let offset = address.checked_sub(MMIO_START)?;
         let index = usize::try_from(offset / MMIO_SIZE).ok()?;
         Some((self.transports.get(index)?, offset % MMIO_SIZE))
+    }
+}
+
+/// Devices that do not access guest memory. Dropping this lets them work again.
+pub(crate) struct Frozen<'a>(&'a Virtio);
+
+impl Frozen<'_> {
+    /// Returns the state of the devices, in the order of their addresses.
+    pub fn save(&self) -> Vec<DeviceState> {
+        let transports = self.0.transports.iter();
+        transports.map(|transport| transport.save()).collect()
+    }
+}
+
+impl Drop for Frozen<'_> {
+    fn drop(&mut self) {
+        for transport in &self.0.transports {
+            transport.thaw();
+        }
     }
 }
 

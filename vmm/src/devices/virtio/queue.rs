@@ -12,6 +12,7 @@ use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemory, Permissions};
 
 use super::Memory;
+use crate::snapshot::ActiveQueue;
 
 /// Limit on the descriptors of a chain.
 pub(super) const CHAIN_MAX: usize = 256;
@@ -81,6 +82,25 @@ impl Ring {
             memory: memory.clone(),
             returned: false,
         })
+    }
+
+    /// Returns the positions in the rings as if the last `unused` chains had not been taken.
+    pub fn positions(&self, unused: u16) -> ActiveQueue {
+        ActiveQueue {
+            next_available: self.queue.next_avail().wrapping_sub(unused).into(),
+            next_used: self.queue.next_used().into(),
+        }
+    }
+
+    /// Continues at these positions. Returns false if they are impossible.
+    pub fn set_positions(&mut self, positions: ActiveQueue) -> bool {
+        let next = [positions.next_available, positions.next_used].map(u16::try_from);
+        let [Ok(available), Ok(used)] = next else {
+            return false;
+        };
+        self.queue.set_next_avail(available);
+        self.queue.set_next_used(used);
+        true
     }
 
     /// Takes the next available chain.

@@ -74,6 +74,20 @@ impl Driver {
         driver
     }
 
+    /// Returns the driver of a copy of the guest, which shares the guest's memory.
+    pub fn copy(&self, device: impl Device + 'static) -> Result<Self, &'static str> {
+        let memory = self.memory.clone();
+        let transport = Transport::new(Box::new(device), memory.clone()).unwrap();
+        transport.restore(&self.transport.save())?;
+        Ok(Self {
+            memory,
+            transport: Arc::new(transport),
+            next_buffer: self.next_buffer,
+            next_descriptor: self.next_descriptor.clone(),
+            seen: self.seen.clone(),
+        })
+    }
+
     /// Goes from reset to DRIVER_OK.
     pub fn start(&mut self) {
         self.set(VIRTIO_MMIO_STATUS, 0);

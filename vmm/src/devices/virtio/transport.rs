@@ -34,6 +34,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::Memory;
 use super::device::{Device, NextTurn};
 use super::queue::{Broken, QueueAddresses, Ring};
+use crate::snapshot::{DeviceState, QueueState};
 use crate::thread::lock;
 
 /// "virt", little-endian.
@@ -71,6 +72,20 @@ struct QueueRegisters {
     ready: bool,
 }
 
+impl From<&QueueState> for QueueRegisters {
+    fn from(saved: &QueueState) -> Self {
+        Self {
+            addresses: QueueAddresses {
+                size: saved.size,
+                descriptors: saved.descriptors,
+                available: saved.available,
+                used: saved.used,
+            },
+            ready: saved.ready,
+        }
+    }
+}
+
 struct Backend {
     device: Box<dyn Device>,
     rings: Vec<Option<Ring>>,
@@ -81,6 +96,12 @@ struct Backend {
 }
 
 impl Backend {
+    fn activate(&mut self, rings: Vec<Option<Ring>>, features: u64) {
+        self.rings = rings;
+        self.device.activate(features);
+        self.active = true;
+    }
+
     fn stop(&mut self) {
         self.active = false;
         self.epoch += 1;
@@ -107,6 +128,8 @@ pub(super) struct Transport {
     backend: Mutex<Backend>,
     /// A reset waits for `backend`; the device thread must not take the lock.
     resetting: AtomicBool,
+    /// The guest is being saved. The device starts nothing.
+    frozen: AtomicBool,
 }
 
 impl Transport {
@@ -133,6 +156,7 @@ impl Transport {
                 epoch: 0,
             }),
             resetting: AtomicBool::new(false),
+            frozen: AtomicBool::new(false),
         })
     }
 
@@ -168,6 +192,9 @@ impl Transport {
         for _ in 0..TURNS {
             let (epoch, work) = {
                 let mut backend = self.lock_to_work()?;
+                if self.frozen.load(SeqCst) {
+                    return None;
+                }
                 let backend = &mut *backend;
                 match backend.device.process(&mut backend.rings, &self.memory) {
                     Ok(next) => {
@@ -212,6 +239,106 @@ impl Transport {
         }
         let backend = lock(&self.backend);
         backend.active.then_some(backend)
+    }
+
+    /// Keeps the device from starting work. Returns false if the host still works on a request.
+    pub fn freeze(&self) -> bool {
+        self.frozen.store(true, SeqCst);
+        // A turn holds this lock from the check of `frozen` until its end.
+        !lock(&self.backend).device.is_busy()
+    }
+
+    /// Lets the device work again.
+    pub fn thaw(&self) {
+        self.frozen.store(false, SeqCst);
+        self.wake();
+    }
+
+    /// Returns the state of the device, which is frozen, and whose driver is stopped.
+    pub fn save(&self) -> DeviceState {
+        let registers = lock(&self.registers);
+        let backend = lock(&self.backend);
+        let queue = |(index, queue): (usize, &QueueRegisters)| {
+            let ring = backend.rings.get(index).and_then(Option::as_ref);
+            QueueState {
+                size: queue.addresses.size,
+                descriptors: queue.addresses.descriptors,
+                available: queue.addresses.available,
+                used: queue.addresses.used,
+                ready: queue.ready,
+                active: ring.map(|ring| ring.positions(backend.device.unused(index))),
+            }
+        };
+        DeviceState {
+            id: self.id,
+            features: self.features,
+            config: self.config.clone(),
+            status: self.status.load(SeqCst),
+            interrupt_status: self.interrupt_status.load(SeqCst),
+            device_features_sel: registers.device_features_sel,
+            driver_features_sel: registers.driver_features_sel,
+            driver_features: registers.driver_features,
+            queue_sel: registers.queue_sel,
+            queues: registers.queues.iter().enumerate().map(queue).collect(),
+            active: backend.active,
+        }
+    }
+
+    /// Sets the state of a device that no driver has used.
+    ///
+    /// # Errors
+    /// The difference between the device and the saved one.
+    pub fn restore(&self, saved: &DeviceState) -> Result<(), &'static str> {
+        let mut registers = lock(&self.registers);
+        let mut backend = lock(&self.backend);
+        if saved.id != self.id {
+            return Err("it is of another type");
+        }
+        if saved.features != self.features {
+            return Err("it offers other features, for example because a disk is read-only");
+        }
+        if saved.config != self.config && !backend.device.may_change_config() {
+            return Err("it has another size");
+        }
+        if saved.queues.len() != self.queue_count {
+            return Err("it has another number of queues");
+        }
+        let status = DRIVER_BITS | VIRTIO_CONFIG_S_NEEDS_RESET;
+        let accepted = saved.driver_features & !self.features == 0;
+        if saved.status & !status != 0 || saved.active && !accepted {
+            return Err("its driver is in an impossible state");
+        }
+        *registers = Registers {
+            device_features_sel: saved.device_features_sel,
+            driver_features_sel: saved.driver_features_sel,
+            driver_features: saved.driver_features,
+            queue_sel: saved.queue_sel,
+            queues: saved.queues.iter().map(QueueRegisters::from).collect(),
+        };
+        if saved.active {
+            let rings = registers.queues.iter().zip(&saved.queues);
+            let rings = rings.map(|(queue, saved)| match (queue.ready, saved.active) {
+                (true, Some(positions)) => {
+                    let mut ring = Ring::new(queue.addresses, QUEUE_MAX, &self.memory)
+                        .map_err(|Broken(why)| why)?;
+                    match ring.set_positions(positions) {
+                        true => Ok(Some(ring)),
+                        false => Err("a queue's position is impossible"),
+                    }
+                }
+                (false, None) => Ok(None),
+                _ => Err("a queue is in an impossible state"),
+            });
+            backend.activate(rings.collect::<Result<_, _>>()?, registers.driver_features);
+            backend.device.resume();
+        }
+        self.status.store(saved.status, SeqCst);
+        if saved.interrupt_status != 0 {
+            // The interrupt may have been on its way to the guest. A driver ignores a second one.
+            self.raise(saved.interrupt_status);
+        }
+        self.wake();
+        Ok(())
     }
 
     fn interrupt_if_wanted(&self, backend: &mut Backend) {
@@ -370,9 +497,7 @@ impl Transport {
         });
         match rings.collect() {
             Ok(rings) => {
-                backend.rings = rings;
-                backend.device.activate(registers.driver_features);
-                backend.active = true;
+                backend.activate(rings, registers.driver_features);
                 drop(backend);
                 self.wake();
             }

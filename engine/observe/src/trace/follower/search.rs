@@ -78,7 +78,9 @@ impl Follower {
     /// of the circle.
     ///
     /// `overrun` counts the events of a page before the head is moved from it, so the head that was
-    /// found is still the oldest page if `overrun` is the same before and after.
+    /// found is still the oldest page if `overrun` is the same before and after. If an interrupt
+    /// has moved the head ([`Pages::oldest`]), the number may be too small by the events of a page.
+    /// They are in the next number, so they are reported later.
     fn before(
         &self,
         pages: &Pages<'_, impl KernelView + ?Sized>,
@@ -142,3 +144,6 @@ pub(super) fn oldest(
     let is_whole = pages.is_still(page, &head) && pages.is_oldest(page, before);
     is_whole.then_some((page, head))
 }
+
+#[cfg(test)]
+mod tests;

@@ -181,3 +181,30 @@ fn an_idle_ring_that_is_exchanged_twice_is_not_read_again() {
         assert!(seen(&batch).iter().all(|seen| seen.0 == 1), "CPU 0 again");
     }
 }
+
+/// The list of a page that was freed leads to a page that was read before.
+#[test]
+fn a_page_that_leads_to_an_older_one_does_not_make_events_be_read_again() {
+    let memory = Memory::new(Version::V6_12, 1, 6);
+    write(&memory, 0..2, 900);
+    let (older, _) = memory.write(|writer| writer.tail(0));
+    write(&memory, 2..6, 900);
+    let mut follower = rings(&memory, Start::Oldest);
+    assert_eq!(numbers(&follower.poll(&memory, ALL)), [0, 1, 2, 3, 4, 5]);
+    let (page, _) = memory.write(|writer| writer.tail(0));
+    assert_ne!(older, page);
+    write(&memory, 6..10, 900);
+    memory.write(|writer| {
+        let [older, page] = [older, page].map(|page| writer.page(0, page));
+        writer.put(page, older);
+    });
+    let mut read = vec![];
+    for _ in 0..4 {
+        read.extend(numbers(&follower.poll(&memory, ALL)));
+    }
+    assert!(read.starts_with(&[6, 7]), "the rest of the page: {read:?}");
+    assert!(
+        read.is_sorted_by(|one, next| one < next),
+        "each event once: {read:?}"
+    );
+}

@@ -147,9 +147,45 @@ fn a_store_that_is_older_than_the_guests_catches_up() {
         rollout.members()[0].generation < u64::MAX,
         "room for an undo"
     );
-    claimed(&mut rollout, 0, made(1), 600);
-    rollout.undo("alice", 600);
-    assert_eq!(releases(&rollout.step(600)), [0]);
+    assert_eq!(claims(&rollout.step(2000)), [0]);
+    claimed(&mut rollout, 0, made(1), 2000);
+    rollout.undo("alice", 2000);
+    assert_eq!(releases(&rollout.step(2000)), [0]);
+    let generation = rollout.members()[0].generation;
+    rollout.released(0, generation, ReleaseOutcome::Stale { seen }, 2000);
+    assert_eq!(releases(&rollout.step(3000)), [0]);
+    assert!(rollout.members()[0].generation > generation);
+}
+
+#[test]
+fn a_guest_that_refuses_a_generation_is_not_changed_in_a_pause_or_freeze() {
+    let freeze = Freeze {
+        from: 1000,
+        until: 100_000,
+        reason: String::new(),
+    };
+    for (pauses, freezes) in [(true, vec![]), (false, vec![freeze])] {
+        let policy = Policy {
+            freezes,
+            ..Policy::default()
+        };
+        let mut rollout = started(&[1], policy);
+        assert_eq!(claims(&rollout.step(0)), [0]);
+        if pauses {
+            rollout.pause("alice", 900).expect("runs");
+        }
+        claimed(&mut rollout, 0, ClaimOutcome::Stale { seen: 7 }, 1000);
+        let waits = claims(&rollout.step(90_000));
+        assert!(waits.is_empty(), "it is known that nothing was changed");
+        if pauses {
+            rollout.resume("alice", 100_000).expect("paused");
+        }
+        let claim = Action::Claim {
+            member: 0,
+            generation: 8,
+        };
+        assert_eq!(rollout.step(100_000).actions, [claim]);
+    }
 }
 
 #[test]
@@ -233,20 +269,26 @@ fn claims_that_have_ended_by_themselves_are_not_made_again() {
         let made = ClaimOutcome::Made {
             boot: "boot-1".to_owned(),
             pause_us: 1,
-            expires: Some(5000),
+            ttl: Some(500_000),
         };
         claimed(&mut rollout, index, made, 0);
     }
     rollout.step(1000);
     let rebooted = || Some(("boot-2".to_owned(), false));
     rollout.checked(0, 1, rebooted(), 4000);
+    assert_eq!(claims(&rollout.step(400_000)), [0]);
+    // The guest may have made the claims, which would last for as long again.
+    claimed(&mut rollout, 0, failed(Failure::Unknown), 400_000);
     assert!(
-        claims(&rollout.step(10_000)).is_empty(),
+        claims(&rollout.step(1_000_000)).is_empty(),
         "it waited too long"
     );
-    rollout.checked(1, 1, rebooted(), 10_000);
-    let left = State::Released { void: true };
-    assert!(rollout.members().iter().all(|member| member.state == left));
+    assert_eq!(releases(&rollout.step(1_000_000)), [0]);
+    released(&mut rollout, 0, RELEASED, 1_000_000);
+    rollout.checked(1, 1, rebooted(), 1_000_000);
+    let states = rollout.members().iter().map(|member| &member.state);
+    let left = [false, true].map(|void| State::Released { void });
+    assert!(states.eq(&left), "{:?}", rollout.members());
 }
 
 /// Checks what a driver stores of an undo: the phase first, from which the rest follows.
@@ -307,11 +349,14 @@ fn a_guest_that_confirmed_and_knows_nothing_any_more_is_not_taken_for_released()
     rollout.undo("alice", 0);
     assert_eq!(releases(&rollout.step(0)), [0]);
     for now in [0, MAX_BACKOFF, 2 * MAX_BACKOFF] {
-        let why = "no record".to_owned();
         let before = rollout.members()[0].generation;
-        released(&mut rollout, 0, ReleaseOutcome::Unknown { why }, now);
+        released(&mut rollout, 0, ReleaseOutcome::Unknown, now);
         assert!(rollout.members()[0].generation > before, "no repeat");
         assert_eq!(releases(&rollout.step(now + MAX_BACKOFF)), [0]);
+        let why = "no answer".to_owned();
+        released(&mut rollout, 0, ReleaseOutcome::Failed { why }, now);
+        assert_eq!(rollout.members()[0].state, State::no_record());
+        assert_eq!(releases(&rollout.step(now + 2 * MAX_BACKOFF)), [0]);
     }
     rollout.forget(0, "alice", 0).expect("it waits for it");
     rollout.step(0);
@@ -319,14 +364,76 @@ fn a_guest_that_confirmed_and_knows_nothing_any_more_is_not_taken_for_released()
 }
 
 #[test]
-fn a_guest_that_refuses_every_generation_does_not_hold_up_the_wave() {
-    let mut rollout = started(&[1], Policy::default());
-    let mut now = 0;
-    for seen in 1..=u64::from(MAX_ATTEMPTS) {
-        assert_eq!(claims(&rollout.step(now)), [0]);
-        let seen = seen * 100;
-        claimed(&mut rollout, 0, ClaimOutcome::Stale { seen }, now);
-        now += MAX_BACKOFF;
+fn a_guest_that_refuses_every_call_does_not_hold_up_the_wave() {
+    let stale = |seen: u64| ClaimOutcome::Stale { seen: seen * 100 };
+    let booted = |boot| ClaimOutcome::Booted {
+        boot: format!("boot-{boot}"),
+    };
+    for refusal in [&stale as &dyn Fn(u64) -> ClaimOutcome, &booted] {
+        let mut rollout = started(&[1], Policy::default());
+        let mut now = 0;
+        for call in 1..=u64::from(MAX_ATTEMPTS) {
+            assert_eq!(claims(&rollout.step(now)), [0]);
+            claimed(&mut rollout, 0, refusal(call), now);
+            assert!(claims(&rollout.step(now)).is_empty(), "it waits");
+            now += MAX_BACKOFF;
+        }
+        let state = &rollout.members()[0].state;
+        assert!(matches!(state, State::NotYet { .. }), "{state:?}");
     }
-    assert!(matches!(rollout.members()[0].state, State::NotYet { .. }));
+}
+
+#[test]
+fn a_guest_confirms_its_claims_until_it_refuses_all_of_them_and_their_time_begins_once() {
+    let mut rollout = started(&[1], Policy::default());
+    claim_all(&mut rollout, 0);
+    rollout.step(1000);
+    let added = Member {
+        boot: "boot-1".to_owned(),
+        ..member(0)
+    };
+    rollout
+        .extend(one_wave, vec![added], "alice", 1000)
+        .expect("it is completed");
+    assert_eq!(claims(&rollout.step(1000)), [1]);
+    assert!(rollout.members()[1].is_confirmed, "the same boot");
+    let mut now = 1000;
+    let ends = Some(511_000);
+    for (has_claims, expires) in [(false, None), (true, ends), (false, ends), (true, ends)] {
+        let outcome = ClaimOutcome::NotMade {
+            has_claims,
+            ttl: Some(500_000),
+            why: "refused".to_owned(),
+        };
+        claimed(&mut rollout, 1, outcome, now);
+        let member = &rollout.members()[1];
+        assert!(matches!(member.state, State::NotYet { .. }), "{member:?}");
+        assert_eq!((member.is_confirmed, member.expires), (has_claims, expires));
+        assert!(claims(&rollout.step(now)).is_empty(), "it waits");
+        now += 10_000;
+        assert_eq!(claims(&rollout.step(now)), [1]);
+    }
+}
+
+#[test]
+fn claims_that_end_by_themselves_do_so_as_late_after_a_jump_of_the_clock() {
+    const DAY: i64 = 86_400_000;
+    for by in [DAY, -DAY] {
+        let mut rollout = started(&[2], Policy::default());
+        let now = 1_000_000_000;
+        rollout.step(now);
+        let ends = ClaimOutcome::Made {
+            boot: "boot-1".to_owned(),
+            pause_us: 1,
+            ttl: Some(500_000),
+        };
+        claimed(&mut rollout, 0, ends, now);
+        claimed(&mut rollout, 1, made(1), now);
+        rollout.take_changes();
+        rollout.clock_jumped(by);
+        let changed = rollout.take_changes().members;
+        assert_eq!(changed, [0], "another driver knows it");
+        let expires = now.saturating_add_signed(by) + 500_000;
+        assert_eq!(rollout.members()[0].expires, Some(expires));
+    }
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests gates that are asked during the bake time, and those that the guests decide.
 
+use std::collections::BTreeSet;
+
 use super::*;
 
 fn command(on_failure: OnFailure) -> Policy {
@@ -212,4 +214,20 @@ fn a_late_wave_that_fails_takes_back_itself_alone() {
     assert!(is_made(0) && is_made(1));
     released(&mut rollout, 3, not_released(), 2000);
     assert_eq!(releases(&rollout.step(2500)), [3], "until it confirms it");
+}
+
+#[test]
+fn a_leader_whose_clock_was_ahead_does_not_hold_up_the_gates_of_the_next_one() {
+    let ahead = 10_800_000;
+    let mut rollout = baking(command(OnFailure::Abort));
+    rollout.step(0);
+    rollout.clock_jumped(10_800_000);
+    rollout.step(ahead + 10_000);
+    assert_eq!(rollout.header().phase, Phase::Running(Stage::Gating));
+    let (header, members) = (rollout.header().clone(), rollout.members().to_vec());
+    let stored = Rollout::stored(header, members, BTreeSet::default());
+    let mut next = stored.expect("a state that a driver leaves");
+    assert_eq!(next.step(20_000).actions, asked(20_000));
+    next.gate_ended(0, 0, 20_000, GateAnswer::Passed, 20_000);
+    assert_eq!(claims(&next.step(20_000)), [1]);
 }

@@ -59,7 +59,7 @@ async fn records_of_the_own_key_are_loaded() {
     write(&store, signed(&keys, "net", "r1")).await;
     let loaded = load(&store, &keys).await.expect("loaded");
     assert_eq!((names(&loaded), reasons(&loaded)), (vec!["net"], vec![]));
-    assert!(loaded.resigned.is_empty());
+    assert!(loaded.signed_again.is_empty());
     for key in self::keys(&store).await {
         let value = value(&store, &key).await;
         assert!(value.starts_with(b"patchbay-hmac-sha256 "), "{key}");
@@ -159,7 +159,7 @@ async fn a_controller_with_another_key_or_none_leaves_the_records_alone() {
         let loaded = load(&store, &keys).await.expect("loaded");
         assert_eq!(names(&loaded), [""; 0]);
         assert!(loaded.leftovers.is_empty(), "nothing is deleted");
-        assert!(loaded.resigned.is_empty(), "nothing is written");
+        assert!(loaded.signed_again.is_empty(), "nothing is written");
         for (name, found) in reasons(&loaded) {
             assert!(["half", "net"].contains(&name) && found.contains(why));
         }
@@ -173,10 +173,13 @@ async fn records_are_signed_again_when_keys_change() {
     write(&store, signed(&files.keys(&[1]), "net", "r1")).await;
     let count = keys(&store).await.len();
     let both = load(&store, &files.keys(&[2, 1])).await.expect("loaded");
-    assert_eq!((names(&both), both.resigned.len()), (vec!["net"], count));
-    write(&store, both.resigned).await;
+    assert_eq!(
+        (names(&both), both.signed_again.len()),
+        (vec!["net"], count)
+    );
+    write(&store, both.signed_again).await;
     let new = load(&store, &files.keys(&[2])).await.expect("loaded");
-    assert_eq!((names(&new), new.resigned.len()), (vec!["net"], 0));
+    assert_eq!((names(&new), new.signed_again.len()), (vec!["net"], 0));
     let old = load(&store, &files.keys(&[1])).await.expect("loaded");
     assert_eq!(names(&old), [""; 0]);
 }
@@ -193,23 +196,23 @@ async fn records_of_the_time_before_keys_are_adopted_once() {
     assert_eq!(names(&refused), [""; 0]);
     let why = reasons(&refused)[0].1;
     assert!(why.contains("--adopt-unsigned-records"), "{why}");
-    assert!(refused.leftovers.is_empty() && refused.resigned.is_empty());
+    assert!(refused.leftovers.is_empty() && refused.signed_again.is_empty());
     let adopted = load(&store, &keys.clone().adopting())
         .await
         .expect("loaded");
     assert_eq!(names(&adopted), ["net"]);
     // Records that cannot be read are not signed either.
     let is_read = |write: &Write| format!("{write:?}").contains("rollouts/net/");
-    assert!(adopted.resigned.len() == 5 && adopted.resigned.iter().all(is_read));
+    assert!(adopted.signed_again.len() == 5 && adopted.signed_again.iter().all(is_read));
     // An interrupted adoption can be repeated.
-    let mut writes = adopted.resigned;
+    let mut writes = adopted.signed_again;
     let rest = writes.split_off(2);
     write(&store, writes).await;
     assert_eq!(names(&load(&store, &keys).await.expect("loaded")), [""; 0]);
     let adopted = load(&store, &keys.clone().adopting())
         .await
         .expect("loaded");
-    assert_eq!(adopted.resigned, rest);
+    assert_eq!(adopted.signed_again, rest);
     write(&store, rest).await;
     let loaded = load(&store, &keys).await.expect("loaded");
     assert_eq!(names(&loaded), ["net"]);

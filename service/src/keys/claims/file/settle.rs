@@ -31,7 +31,10 @@ impl Ledger {
         mark: Option<&Mark>,
         count: impl FnMut(&SavedKey) -> Option<i32>,
     ) -> (State, MadeRequests) {
+        let newest_hold = self.newest_hold();
         let (mut state, mut requests) = (self.now, self.requests);
+        // No number of a hold is used again, even if the change was not made.
+        state.newest_hold = newest_hold;
         let Some(pending) = self.pending else {
             return (state, requests);
         };
@@ -44,7 +47,6 @@ impl Ledger {
         let holds = holds.filter(|holds| fate.has_made(&holds.key.name));
         let made: HashMap<String, SavedHolds> =
             holds.map(|holds| (holds.key.name.clone(), holds)).collect();
-        state.newest_hold = state.newest_hold.max(pending.newest_hold);
         state
             .holds
             .retain(|holds| !made.contains_key(&holds.key.name));

@@ -129,14 +129,18 @@ fn a_ledger_with_numbers_that_no_program_writes_stops_the_start() {
     }
     refused(|ledger| ledger.now.newest_hold = u64::MAX);
     refused(|ledger| pending(ledger).newest_hold = u64::MAX);
+    // A later hold would get the id of one that is there.
+    refused(|ledger| ledger.now.newest_hold = 6);
+    refused(|ledger| {
+        pending(ledger).holds = std::mem::take(&mut ledger.now.holds);
+        pending(ledger).newest_hold = 6;
+        ledger.now.newest_hold = 5;
+    });
     refused(|ledger| ledger.now.holds = with_references(&[u32::MAX]));
     refused(|ledger| ledger.now.holds = with_references(&[1 << 30, 1 << 30]));
     refused(|ledger| pending(ledger).holds = with_references(&[1 << 30, 1 << 30]));
     refused(|ledger| {
-        let owner = |name: usize| crate::keys::claims::Owner {
-            principal: String::new(),
-            name: name.to_string(),
-        };
+        let owner = |name: usize| crate::keys::claims::Owner::new(String::new(), name.to_string());
         ledger.now.claims = Claims::with_owners((0..=crate::keys::claims::MAX_OWNERS).map(owner));
     });
 }
@@ -231,6 +235,85 @@ fn a_torn_ledger_is_set_aside() {
     assert!(folder.path().join("g.ledger.1").exists(), "for people");
 }
 
+/// Opens every prefix of every content that a ledger has had, alone, with a newline at its end, and
+/// with the rest of another content. Either the whole content is found, or nothing of it, and the
+/// file is kept for people.
+#[test]
+fn a_ledger_is_opened_whole_or_set_aside() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = folder.path().join("g.ledger");
+    let aside = folder.path().join("g.ledger.1");
+    let contents = history();
+    for (at, (ledger, whole)) in contents.iter().enumerate() {
+        write(&path, whole);
+        let found = LedgerFile::open(&path, "1-2").expect("whole").found;
+        assert_eq!(found.as_ref().map(file_of), Some(file_of(ledger)));
+        let (_, other) = &contents[(at + 1) % contents.len()];
+        for end in 0..whole.len() {
+            let cut = &whole[..end];
+            let rest = other.get(end..).unwrap_or_default();
+            for torn in [cut.to_vec(), [cut, b"\n"].concat(), [cut, rest].concat()] {
+                if contents.iter().any(|(_, whole)| *whole == torn) {
+                    continue;
+                }
+                let _ = fs::remove_file(&aside);
+                write(&path, &torn);
+                let file = LedgerFile::open(&path, "1-2").expect("set aside");
+                assert!(file.found.is_none() && file.mark.is_none(), "{end} bytes");
+                assert!(!path.exists());
+                assert_eq!(fs::read(&aside).expect("for people"), torn);
+            }
+        }
+    }
+}
+
+/// An attacher that was killed has left a part of the next content beside the ledger.
+#[test]
+fn the_part_of_a_next_content_is_not_read() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = folder.path().join("g.ledger");
+    let contents = history();
+    for pair in contents.windows(2) {
+        let [(ledger, whole), (_, next)] = pair else {
+            unreachable!("two")
+        };
+        write(&path, whole);
+        for end in 0..=next.len() {
+            write(&folder.path().join("g.ledger.new"), &next[..end]);
+            let mut file = LedgerFile::open(&path, "1-2").expect("whole");
+            let found = file.found.take().expect("the content before");
+            assert_eq!(file_of(&found), file_of(ledger), "{end} bytes");
+        }
+        let mut file = LedgerFile::open(&path, "1-2").expect("whole");
+        file.place.replace(next).expect("the part is no obstacle");
+        assert_eq!(fs::read(&path).expect("there"), *next);
+    }
+}
+
+/// Returns contents of a ledger in their order, with the bytes of their files: nothing, holds, a
+/// pending change of several keys, and its outcome with several owners and claims.
+fn history() -> Vec<(Ledger, Vec<u8>)> {
+    let version_1 = Ledger::decode(VERSION_1).expect("version 1");
+    let (now, requests) = version_1.clone().settled(None, |_| None);
+    let outcome = Ledger {
+        now,
+        requests,
+        pending: None,
+        ..version_1.clone()
+    };
+    let nothing = Ledger {
+        now: State::default(),
+        ..ledger()
+    };
+    let contents = [nothing, ledger(), version_1, outcome].into_iter();
+    let contents = contents.zip(0..).map(|(ledger, serial)| {
+        let ledger = Ledger { serial, ..ledger };
+        let (bytes, _) = ledger.encode().expect("JSON");
+        (ledger, bytes)
+    });
+    contents.collect()
+}
+
 #[test]
 fn a_ledger_of_a_newer_version_is_left_alone() {
     let folder = tempfile::tempdir().expect("temporary folder");
@@ -318,10 +401,7 @@ fn a_pending_change_of_version_1_is_read() {
     let (after, _) = ledger.settled(None, counts(true));
     assert_eq!(held(&after), "betagamma");
     assert!(after.claims.key("alpha").is_none() && after.claims.key("beta").is_some());
-    let owner = crate::keys::claims::Owner {
-        principal: "uid:0".to_owned(),
-        name: "a".to_owned(),
-    };
+    let owner = crate::keys::claims::Owner::new("uid:0".to_owned(), "a".to_owned());
     let owner = after.claims.owner(&owner).expect("it has claims");
     assert!(owner.expires.is_some() && owner.answer.is_some());
 }

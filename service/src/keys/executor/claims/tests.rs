@@ -18,7 +18,7 @@ use crate::keys::claims::{
 };
 use crate::keys::error::KeysError;
 use crate::keys::{Caller, KeyScope, KeyUpdate, Keys, KeysConfig, Registry, UpdateRequest};
-use crate::testing::ManualClock;
+use crate::testing::{ManualClock, listed_claims};
 
 struct Rig {
     guest: Arc<InMemoryGuest>,
@@ -105,14 +105,9 @@ impl Rig {
     }
 
     fn listed(&self) -> Vec<(String, Verdict, bool)> {
-        let query = ClaimQuery {
-            page_size: 100,
-            ..ClaimQuery::default()
-        };
-        let page = self.keys.claims(&query);
-        let claims = page.claims.into_iter();
+        let claims = listed_claims(&self.keys).into_iter();
         claims
-            .map(|view| (view.claim.owner.name, view.verdict, view.decides))
+            .map(|view| (view.claim.owner.name.clone(), view.verdict, view.decides))
             .collect()
     }
 }
@@ -562,10 +557,7 @@ async fn another_boot_forgets_claims_and_generations() {
 #[tokio::test]
 async fn a_set_without_claims_needs_no_room() {
     let rig = rig();
-    let owner = |name: u32| Owner {
-        principal: format!("uid:{}", name % 7),
-        name: name.to_string(),
-    };
+    let owner = |name: u32| Owner::new(format!("uid:{}", name % 7), name.to_string());
     rig.set("a", 1, &[]).await.expect("its boot is known");
     rig.keys.shared.book().claims = Claims::with_owners((0..4_096).map(owner));
     let alpha = [("alpha", Want::On)];

@@ -2,8 +2,11 @@
 //! Services that end at any write of their ledger, and their successors on the same guest.
 
 mod boots;
+mod copies;
 mod full;
 mod killed;
+mod moved;
+mod passed;
 mod repeats;
 mod tracepoints;
 
@@ -16,12 +19,12 @@ use static_keys::Op;
 
 use super::super::claims::tests::request;
 use super::*;
-use crate::keys::claims::{ClaimQuery, Verdict, Want};
+use crate::keys::claims::{Verdict, Want};
 use crate::keys::registry::KernelTables;
 use crate::keys::{
-    HoldQuery, KeyUpdate, Keys, KeysConfig, Registry, ReleaseRequest, RenewRequest, UpdateRequest,
+    KeyUpdate, Keys, KeysConfig, Registry, ReleaseRequest, RenewRequest, UpdateRequest,
 };
-use crate::testing::{ManualClock, found};
+use crate::testing::{ManualClock, found, listed_claims, listed_holds};
 
 /// The contents that were written, the newest last, and how many more there is room for.
 #[derive(Debug, Default)]
@@ -147,10 +150,18 @@ fn start(
     place: &Place,
     kernel: Option<KernelTables>,
 ) -> (Service, Arc<Registry>) {
+    start_with(guest, place.file(), kernel)
+}
+
+fn start_with(
+    guest: &Arc<InMemoryGuest>,
+    ledger: LedgerFile,
+    kernel: Option<KernelTables>,
+) -> (Service, Arc<Registry>) {
     let registry = Arc::new(Registry::default());
     let clock = ManualClock::new();
     let config = KeysConfig {
-        ledger: Some(place.file()),
+        ledger: Some(ledger),
         clock: Arc::<ManualClock>::clone(&clock),
         ..KeysConfig::default()
     };
@@ -164,6 +175,13 @@ fn start(
 }
 
 impl Service {
+    /// Lets a service that has found no kernel yet find the guest's, and adopt its ledger.
+    async fn find_kernel(&self, guest: &InMemoryGuest, registry: &Registry) {
+        registry.register_kernel(found(guest)).expect("taken");
+        let adopted = self.keys.adopt_ledger().await;
+        adopted.expect("the kernel is known");
+    }
+
     async fn update(&self, name: &str, op: Op, ttl: Option<u64>) -> Result<(), KeysError> {
         let second = Duration::from_secs(1);
         let deadline = Instant::now() + Duration::from_secs(10);
@@ -209,12 +227,7 @@ impl Service {
     /// Returns the ids, keys and references of the holds.
     async fn holds(&self) -> Vec<(String, String, u32)> {
         self.keys.tick().await.expect("it runs");
-        let query = HoldQuery {
-            page_size: 100,
-            ..HoldQuery::default()
-        };
-        let page = self.keys.holds(&query).expect("no token");
-        let holds = page.holds.into_iter();
+        let holds = listed_holds(&self.keys).into_iter();
         holds
             .map(|hold| (hold.id, hold.key.to_string(), hold.references))
             .collect()
@@ -222,13 +235,9 @@ impl Service {
 
     async fn claims(&self) -> Vec<(String, String, Verdict)> {
         self.keys.tick().await.expect("it runs");
-        let query = ClaimQuery {
-            page_size: 100,
-            ..ClaimQuery::default()
-        };
-        let claims = self.keys.claims(&query).claims.into_iter();
+        let claims = listed_claims(&self.keys).into_iter();
         claims
-            .map(|view| (view.key, view.claim.owner.name, view.verdict))
+            .map(|view| (view.key, view.claim.owner.name.clone(), view.verdict))
             .collect()
     }
 }
@@ -277,10 +286,13 @@ async fn holds_claims_and_expiries_continue() {
     assert_eq!((guest.count("alpha"), guest.count("beta")), (0, 0));
 }
 
+/// The owner of a set of claims, its generation, and the claims.
+type Set<'a> = (&'a str, u64, &'a [(&'a str, Want)]);
+
 /// The service ends after each of its writes, once with the change made and once without.
 #[tokio::test]
 async fn a_service_may_die_at_any_write() {
-    let steps: [(&str, u64, &[(&str, Want)]); 5] = [
+    let steps: [Set<'_>; 5] = [
         ("a", 1, &[("alpha", Want::On), ("beta", Want::Held)]),
         ("b", 1, &[("alpha", Want::Off)]),
         ("a", 2, &[("beta", Want::Held)]),
@@ -479,11 +491,7 @@ async fn the_first_command_of_the_next_service_finds_the_holds() {
         .adopt_ledger()
         .await
         .expect("the kernel is known");
-    let page = listed.keys.claims(&ClaimQuery {
-        page_size: 100,
-        ..ClaimQuery::default()
-    });
-    assert_eq!(page.claims.len(), 1);
+    assert_eq!(listed_claims(&listed.keys).len(), 1);
 }
 
 /// Before the kernel is known, an empty list would be wrong. The file is the only copy of the
@@ -509,12 +517,7 @@ async fn the_ledger_waits_for_the_kernel() {
         );
     }
     assert_eq!(place.writes(), writes, "nothing replaces the file");
-    registry.register_kernel(found(&guest)).expect("taken");
-    second
-        .keys
-        .adopt_ledger()
-        .await
-        .expect("the kernel is known");
+    second.find_kernel(&guest, &registry).await;
     assert_eq!(second.holds().await, holds);
     let nothing = serve(&boot(), &Place::default());
     nothing.keys.adopt_ledger().await.expect("nothing to adopt");

@@ -4,13 +4,14 @@
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY;
 
 use super::super::block::{Block, DiskConfig};
 use super::super::device::{Device, HostDone, NextTurn};
 use super::super::queue::{Broken, Chain, Ring};
+use super::super::rng::Rng;
 use super::super::testing::{Buffer, Driver};
 use super::super::thread::DeviceThread;
 use super::super::{DiskLimits, Memory, Rate, Virtio, VirtioConfig};
@@ -72,6 +73,10 @@ impl Device for Stalled {
         })))
     }
 
+    fn is_busy(&self) -> bool {
+        self.under_way.is_some()
+    }
+
     fn finish(
         &mut self,
         _done: HostDone,
@@ -85,18 +90,24 @@ impl Device for Stalled {
     }
 }
 
-#[test]
-fn a_reset_does_not_wait_for_a_disk_that_hangs() {
+/// Runs a [`Stalled`] device on its thread. The receiver gets a message when host work starts, and
+/// each message to the sender lets one piece of host work end.
+fn stalled() -> (Driver, DeviceThread, Receiver<()>, Sender<()>) {
     let (started, has_started) = channel();
     let (release, go_on) = channel();
-    let mut driver = Driver::new(Stalled {
+    let driver = Driver::new(Stalled {
         under_way: None,
         started,
         go_on: Arc::new(Mutex::new(go_on)),
     });
-    let transport = driver.transport.clone();
-    let thread = DeviceThread::new("disk0".into(), [transport.clone()].into()).unwrap();
+    let thread = DeviceThread::new("disk0".into(), [driver.transport.clone()].into()).unwrap();
     thread.start(|why| panic!("{why}")).unwrap();
+    (driver, thread, has_started, release)
+}
+
+#[test]
+fn a_reset_does_not_wait_for_a_disk_that_hangs() {
+    let (mut driver, _thread, has_started, release) = stalled();
     let notify = |driver: &Driver| driver.set(VIRTIO_MMIO_QUEUE_NOTIFY, 0);
     driver.chain(0, &[Buffer::In(1)]);
     notify(&driver);
@@ -207,4 +218,88 @@ fn what_limits_hold_back_is_answered_in_time() {
         answered += driver.used(0).len();
         std::thread::yield_now();
     }
+}
+
+/// Opens a disk that admits two requests at once and then one per second.
+fn slow(config: &DiskConfig) -> Block {
+    let operations = Some(Rate {
+        per_second: 1,
+        burst: 1,
+    });
+    let config = DiskConfig {
+        read_only: true,
+        limits: DiskLimits {
+            operations,
+            ..DiskLimits::default()
+        },
+        ..config.clone()
+    };
+    Block::open(&config, 0).unwrap()
+}
+
+#[test]
+fn a_copy_answers_a_request_that_the_limits_held_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = image(folder.path());
+    let mut driver = Driver::new(slow(&config));
+    for round in 0.. {
+        read_a_sector(&mut driver);
+        driver.run();
+        if driver.used(0).is_empty() {
+            break;
+        }
+        assert!(round < 10, "no request is held back");
+    }
+    let mut copy = driver.copy(slow(&config)).unwrap();
+    copy.run();
+    assert_eq!(copy.used(0).len(), 1);
+}
+
+#[test]
+fn a_frozen_device_starts_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut driver = Driver::new(slow(&image(folder.path())));
+    assert!(driver.transport.freeze());
+    read_a_sector(&mut driver);
+    driver.run();
+    assert_eq!(driver.used(0), []);
+    driver.transport.thaw();
+    driver.run();
+    assert_eq!(driver.used(0).len(), 1);
+}
+
+#[test]
+fn a_device_is_not_frozen_while_the_host_works() {
+    let (mut driver, thread, has_started, release) = stalled();
+    driver.chain(0, &[Buffer::In(16)]);
+    driver.set(VIRTIO_MMIO_QUEUE_NOTIFY, 0);
+    has_started.recv_timeout(PATIENCE).unwrap();
+    assert!(!driver.transport.freeze());
+    release.send(()).unwrap();
+    let deadline = Instant::now() + PATIENCE;
+    while !driver.transport.freeze() {
+        assert!(Instant::now() < deadline, "never frozen");
+        std::thread::yield_now();
+    }
+    // The request was answered before, and the next one is not started.
+    assert_eq!(driver.used(0).len(), 1);
+    driver.chain(0, &[Buffer::In(16)]);
+    driver.set(VIRTIO_MMIO_QUEUE_NOTIFY, 0);
+    thread.stop();
+    assert!(has_started.try_recv().is_err());
+}
+
+#[test]
+fn another_device_does_not_continue_a_saved_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = image(folder.path());
+    let driver = Driver::new(slow(&config));
+    assert!(driver.copy(Rng).is_err());
+    let path = folder.path().join("larger");
+    std::fs::write(&path, vec![0; 1 << 20]).unwrap();
+    let larger = DiskConfig { path, ..config };
+    let refused = driver.copy(slow(&larger)).err();
+    assert_eq!(refused, Some("it has another size"));
+    let writable = Block::open(&larger, 0).unwrap();
+    assert!(driver.copy(writable).err().unwrap().contains("features"));
 }

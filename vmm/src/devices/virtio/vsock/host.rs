@@ -62,9 +62,9 @@ pub(super) struct Host {
 impl Host {
     /// Listens on `path` with mode 0600. Replaces the socket of a monitor that has ended.
     pub fn listen(path: &Path) -> Result<Self, VsockError> {
-        let unusable = |source: std::io::Error| VsockError::Unusable {
+        let unusable = |error: std::io::Error| VsockError::Unusable {
             path: path.to_owned(),
-            source,
+            error,
         };
         let socket = ListeningSocket::bind(path)?;
         let epoll = Epoll::new().map_err(unusable)?;

@@ -49,8 +49,14 @@ const DEVICE_ID: u32 = 19;
 const RECEIVE: usize = 0;
 /// Queue of packets from the guest.
 const TRANSMIT: usize = 1;
-/// Number of queues: the two above, and an event queue without events.
+/// Queue of buffers for events. The only event is the reset of the transport.
+const EVENT: usize = 2;
+/// Number of queues.
 const QUEUES: usize = 3;
+
+/// `VIRTIO_VSOCK_EVENT_TRANSPORT_RESET` (virtio 1.2, 5.10.6.7): all connections are gone, and the
+/// CID may have changed.
+const TRANSPORT_RESET: u32 = 0;
 
 /// Limit on concurrent connections.
 pub const CONNECTIONS_MAX: usize = 256;
@@ -92,10 +98,10 @@ pub enum VsockError {
     Cid(u32),
     #[error("the vsock socket: {0}")]
     Socket(#[from] SocketError),
-    #[error("the vsock socket {} cannot be watched: {source}; raise the limit on open files", path.display())]
+    #[error("the vsock socket {} cannot be watched: {error}; raise the limit on open files", path.display())]
     Unusable {
         path: PathBuf,
-        source: std::io::Error,
+        error: std::io::Error,
     },
 }
 
@@ -123,6 +129,9 @@ pub(super) struct Vsock {
     next_host_port: u32,
     /// A receive buffer that was taken from the queue but not used.
     spare: Option<Chain>,
+    /// The driver must be told that all connections are reset, because the guest is a copy of
+    /// another.
+    transport_reset: bool,
     /// Buffer for a packet's data.
     data: Box<[u8]>,
 }
@@ -144,6 +153,7 @@ impl Vsock {
             last_served: None,
             next_host_port: FIRST_HOST_PORT,
             spare: None,
+            transport_reset: false,
             data: vec![0; DATA_MAX].into(),
         })
     }
@@ -445,10 +455,19 @@ impl Device for Vsock {
         self.resets.clear();
         self.last_served = None;
         self.spare = None;
+        self.transport_reset = false;
     }
 
     fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<NextTurn, Broken> {
         let mut more = false;
+        if self.transport_reset
+            && let Some(Some(ring)) = rings.get_mut(EVENT)
+            && let Some(chain) = ring.pop()?
+        {
+            chain.write_at(memory, 0, &TRANSPORT_RESET.to_le_bytes())?;
+            ring.push(&chain, size_of_val(&TRANSPORT_RESET))?;
+            self.transport_reset = false;
+        }
         // Each event may end a connection and queue a reset. Events that do not fit wait in the
         // kernel.
         let room = self.resets.len() + EVENTS_MAX <= RESETS_MAX;
@@ -474,6 +493,19 @@ impl Device for Vsock {
         } else {
             NextTurn::Wait
         })
+    }
+
+    fn unused(&self, queue: usize) -> u16 {
+        (queue == RECEIVE && self.spare.is_some()).into()
+    }
+
+    fn resume(&mut self) {
+        self.transport_reset = true;
+    }
+
+    /// The driver reads the CID again after a reset of the transport.
+    fn may_change_config(&self) -> bool {
+        true
     }
 
     fn close(&mut self) {

@@ -31,10 +31,7 @@ fn holds(name: &str, references: u32) -> SavedHolds {
 }
 
 fn owner(name: &str) -> Owner {
-    Owner {
-        principal: "uid:0".to_owned(),
-        name: name.to_owned(),
-    }
+    Owner::new("uid:0".to_owned(), name.to_owned())
 }
 
 /// Returns a ledger with a hold on x and a pending change of a, b and c. The change drops the
@@ -63,7 +60,7 @@ fn pending() -> Ledger {
                 generation: 2,
                 content: [2; 32],
                 expires: Some((at, SystemTime::now())),
-                answer: Some(Answer::default()),
+                answer: Some(Answer::default().into()),
                 last: None,
             }],
             request: Some(MadeRequest {

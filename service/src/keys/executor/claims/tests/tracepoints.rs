@@ -3,7 +3,8 @@
 //! and is parked, and "unused" has no probe.
 
 use super::*;
-use crate::keys::{HoldQuery, HoldView, ReleaseRequest, TracepointUpdate};
+use crate::keys::{ReleaseRequest, TracepointUpdate};
+use crate::testing::listed_holds;
 
 impl Rig {
     /// Fires or parks an event as another client.
@@ -35,16 +36,8 @@ impl Rig {
         self.keys.update(update).await.map(drop)
     }
 
-    fn holds(&self) -> Vec<HoldView> {
-        let query = HoldQuery {
-            page_size: 100,
-            ..HoldQuery::default()
-        };
-        self.keys.holds(&query).expect("no token").holds
-    }
-
     fn holders(&self) -> Vec<String> {
-        self.holds()
+        listed_holds(&self.keys)
             .iter()
             .map(|hold| hold.holder.to_string())
             .collect()
@@ -351,7 +344,10 @@ async fn an_on_is_void_when_an_operator_releases_its_hold_by_force() {
     let rig = rig();
     rig.claim("a", 1, "sched_switch", Want::On).await;
     let release = ReleaseRequest {
-        ids: rig.holds().iter().map(|hold| hold.id.clone()).collect(),
+        ids: listed_holds(&rig.keys)
+            .iter()
+            .map(|hold| hold.id.clone())
+            .collect(),
         caller: "uid:7".into(),
         force: true,
         request_id: None,

@@ -234,7 +234,7 @@ fn executor(
     let shared = Shared::new(Arc::clone(&registry), symbols, Arc::new(SystemClock));
     let (audit, settings) = (AuditLog::default(), Settings::default());
     let executor = Executor::new(Arc::clone(guest), Arc::new(shared), audit, settings);
-    let executor = executor.keeping(Keeper::new(Some(file), "0123abcd"));
+    let executor = executor.keeping(Keeper::new(Some(file), None, &mut Incarnation::new()));
     (executor, registry)
 }
 

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Disks and ledgers that are full, and what the guest's watchdog is told then.
 
+use std::fs::File;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::Command;
+
 use patchbay_guest::testing::Told;
 
 use super::*;
@@ -140,6 +145,26 @@ async fn an_outcome_is_written_once_there_is_room() {
     assert_eq!(place.writes(), writes, "nothing is late");
 }
 
+/// Another owner has claimed the key, so the set changes no count and has no outcome of a change.
+#[tokio::test]
+async fn a_generation_that_was_refused_on_a_full_disk_is_written_once_there_is_room() {
+    let (guest, place) = (boot(), Place::default());
+    let first = serve(&guest, &place);
+    let on = [("beta", Want::On)];
+    first.claim("a", 1, &on).await.expect("made");
+    place.set_full(true);
+    let error = first.claim("b", 4, &on).await.expect_err("full");
+    assert_eq!(error.reason(), "LEDGER_UNWRITABLE");
+    place.set_full(false);
+    first.clock.advance(FIRST_DELAY);
+    first.keys.tick().await.expect("it runs");
+    drop(first);
+    let second = serve(&guest, &place);
+    let error = second.claim("b", 3, &on).await.expect_err("late");
+    assert_eq!(error.reason(), "GENERATION_STALE");
+    assert_eq!(guest.count("beta"), 1);
+}
+
 /// A large ledger would keep the executor busy on a disk that stays full.
 #[tokio::test]
 async fn holds_and_claims_that_stay_late_are_written_ever_more_rarely() {
@@ -185,4 +210,83 @@ async fn an_owner_can_clear_its_claims_in_a_ledger_that_is_full() {
     assert_eq!(held.expect_err("it adds").reason(), "LEDGER_UNWRITABLE");
     service.claim("a", 2, &[]).await.expect("it ends something");
     assert_eq!(guest.count("beta"), 1, "the ON decides again");
+}
+
+/// A file system in memory, unmounted on drop.
+struct Tmpfs(tempfile::TempDir);
+
+impl Tmpfs {
+    /// Mounts a small file system. Prints a message and returns `None` if that is not permitted.
+    fn mount() -> Option<Self> {
+        let folder = Self(tempfile::tempdir().expect("temporary folder"));
+        let mounted = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", "size=64k,mode=0700", "tmpfs"])
+            .arg(folder.0.path())
+            .output();
+        match mounted {
+            Ok(output) if output.status.success() => Some(folder),
+            refused => {
+                eprintln!("SKIPPED: it mounts a tmpfs, which needs root: {refused:?}");
+                None
+            }
+        }
+    }
+
+    /// Fills the file system. Returns the file that fills it.
+    fn fill(&self) -> PathBuf {
+        let path = self.0.path().join("filler");
+        let mut file = File::create(&path).expect("its own");
+        while file.write_all(&[0; 4096]).is_ok() {}
+        path
+    }
+}
+
+impl Drop for Tmpfs {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(self.0.path()).status();
+    }
+}
+
+/// The folder of the ledger is on a disk that really has no room.
+#[tokio::test]
+async fn a_full_file_system_refuses_a_change_before_its_first_byte() {
+    let Some(disk) = Tmpfs::mount() else { return };
+    let guest = InMemoryGuest::boot(Arc::new(Registry::default()), &[TestKey::new("alpha", 1)]);
+    let path = disk.0.path().join("g.ledger");
+    let site = guest.sites("alpha")[0];
+    let before: [u8; 5] = guest.read(site);
+    for (had_ledger, generation) in [(false, 1), (true, 4)] {
+        let filler = disk.fill();
+        let file = LedgerFile::open(&path, "").expect("nothing is written yet");
+        let (service, _) = start_with(&guest, file, Some(found(&guest)));
+        let content = std::fs::read(&path).ok();
+        assert_eq!(content.is_some(), had_ledger);
+        for result in [
+            service.claim("a", generation, &[("alpha", Want::On)]).await,
+            service.update("alpha", Op::Inc, None).await,
+        ] {
+            let error = result.expect_err("full");
+            assert_eq!(error.reason(), "LEDGER_UNWRITABLE");
+            assert!(error.to_string().contains("No space left"), "{error}");
+        }
+        assert_eq!((guest.count("alpha"), guest.read(site)), (0, before));
+        let told = guest.told();
+        let told = told
+            .iter()
+            .all(|told| matches!(told, Told::WillKeep { .. }));
+        assert!(told, "no write was announced");
+        assert_eq!(std::fs::read(&path).ok(), content, "it stays as it was");
+        let left = std::fs::read_dir(disk.0.path()).expect("a folder").count();
+        assert_eq!(left, 1 + usize::from(had_ledger), "no part of a file");
+        std::fs::remove_file(filler).expect("its own");
+        let made = service
+            .claim("a", generation + 1, &[("alpha", Want::On)])
+            .await;
+        made.expect("room");
+        assert_eq!(guest.count("alpha"), 1);
+        let cleared = service.claim("a", generation + 2, &[]).await;
+        cleared.expect("room");
+        assert_eq!((guest.count("alpha"), guest.read(site)), (0, before));
+        guest.told();
+    }
 }

@@ -26,6 +26,15 @@ const API_SOCKET: &str = "api.sock";
 #[derive(Clone, Debug)]
 pub struct RunDirs(pub Vec<PathBuf>);
 
+/// Returns the sockets in a run directory at which the guest of this name may be served.
+#[must_use]
+pub fn sockets_of(dir: &Path, name: &str) -> [PathBuf; 2] {
+    [
+        dir.join(format!("{name}.sock")),
+        dir.join(name).join(API_SOCKET),
+    ]
+}
+
 /// Returns the folders in which monitors put their sockets by default.
 #[must_use]
 pub fn default_run_dirs() -> RunDirs {
@@ -45,6 +54,7 @@ pub struct Watch {
 
 impl Watch {
     /// Creates the watches. Without inotify, the folders are read at intervals.
+    #[must_use]
     pub fn new(dirs: RunDirs) -> Self {
         let inotify = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)
             .map_err(io::Error::from)
@@ -60,6 +70,7 @@ impl Watch {
     }
 
     /// Returns a counter that changes with each scan.
+    #[must_use]
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.scans.subscribe()
     }
@@ -130,6 +141,7 @@ impl Watch {
 }
 
 /// Returns whether the path is a socket and not a symbolic link.
+#[must_use]
 pub fn is_socket(path: &Path) -> bool {
     std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket())
 }

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Holds and claims of copies of a guest. Here a copy is a second service on the same memory.
+
+use super::*;
+use crate::keys::SaveRequest;
+use crate::keys::claims::CopiedHolds;
+
+/// Returns the holds and claims in a snapshot of the service's guest.
+async fn saved(service: &Service, guest: &InMemoryGuest) -> Vec<u8> {
+    let error = service.keys.save(SaveRequest::to_nobody()).await;
+    let error = error.expect_err("not saved");
+    assert_eq!(error.reason(), "NOT_SAVED");
+    guest.saved().pop().expect("it was asked").ledger
+}
+
+/// Starts the service of a copy, whose kernel is not known yet.
+fn copy(guest: &Arc<InMemoryGuest>, ledger: &[u8]) -> (Service, Arc<Registry>) {
+    let registry = Arc::new(Registry::default());
+    let clock = ManualClock::new();
+    let config = KeysConfig {
+        copied: CopiedHolds::decode(ledger).expect("whole"),
+        clock: Arc::<ManualClock>::clone(&clock),
+        ..KeysConfig::default()
+    };
+    let (keys, _) =
+        Keys::start(Arc::clone(guest), Arc::clone(&registry), config).expect("a thread");
+    (Service { keys, clock }, registry)
+}
+
+async fn plain(guest: &Arc<InMemoryGuest>) -> Service {
+    let (service, registry) = copy(guest, &[]);
+    service.find_kernel(guest, &registry).await;
+    service
+}
+
+#[tokio::test]
+async fn a_copy_has_the_holds_and_claims_and_an_incarnation_of_its_own() {
+    let guest = boot();
+    let service = plain(&guest).await;
+    assert_eq!(saved(&service, &guest).await, b"", "there are none");
+    service.update("alpha", Op::Inc, None).await.expect("made");
+    let claimed = service.claim("a", 1, &[("beta", Want::On)]).await;
+    claimed.expect("made");
+    let (holds, claims) = (service.holds().await, service.claims().await);
+    let ledger = saved(&service, &guest).await;
+
+    let (copied, registry) = copy(&guest, &ledger);
+    // A copy that does not know its kernel yet cannot be copied: it does not know its holds either.
+    let unknown = copied.keys.save(SaveRequest::to_nobody()).await;
+    unknown.expect_err("not known yet");
+    assert_eq!(guest.saved(), []);
+    copied.find_kernel(&guest, &registry).await;
+    assert_eq!(copied.holds().await, holds);
+    assert_eq!(copied.claims().await, claims);
+    let incarnations = [&service, &copied].map(|of| of.keys.incarnation().to_string());
+    assert_ne!(incarnations[0], incarnations[1]);
+    // The copy of a copy has them too.
+    let (third, registry) = copy(&guest, &saved(&copied, &guest).await);
+    third.find_kernel(&guest, &registry).await;
+    assert_eq!(third.holds().await, holds);
+
+    copied.release(&holds[0].0).await.expect("the same hold");
+    copied.claim("a", 2, &[]).await.expect("cleared");
+    let counts = ["alpha", "beta", "gamma"].map(|name| guest.count(name));
+    assert_eq!(counts, [0, 0, 0], "all references are returned");
+}
+
+#[tokio::test]
+async fn a_hold_expires_in_the_copy_too() {
+    let guest = boot();
+    let service = plain(&guest).await;
+    let held = service.update("alpha", Op::Inc, Some(60)).await;
+    held.expect("made");
+    let ledger = saved(&service, &guest).await;
+    let (copied, registry) = copy(&guest, &ledger);
+    copied.find_kernel(&guest, &registry).await;
+    assert_eq!(copied.holds().await.len(), 1);
+    copied.clock.advance(Duration::from_secs(61));
+    assert_eq!(copied.holds().await, []);
+    assert_eq!(guest.count("alpha"), 0);
+}
+
+#[test]
+fn damaged_holds_are_refused() {
+    assert!(CopiedHolds::decode(b"").expect("none").is_none());
+    let ledger = Ledger::default();
+    let (bytes, _) = ledger.encode().expect("small");
+    assert!(CopiedHolds::decode(&bytes).expect("whole").is_some());
+    for wrong in [&bytes[..bytes.len() - 1], b"{}", &[0xff; 40]] {
+        CopiedHolds::decode(wrong).expect_err("damaged");
+    }
+}

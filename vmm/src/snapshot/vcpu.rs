@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The state of a vCPU.
+//!
+//! The order of the calls matters, because some of them have effects on other state
+//! (`arch/x86/kvm/x86.c`):
+//!
+//! | call | order | reason |
+//! |---|---|---|
+//! | `KVM_GET_MP_STATE` | first | it accepts a pending INIT or start-up interrupt, which sets registers |
+//! | `KVM_GET_VCPU_EVENTS` | last | other calls may change what is pending |
+//! | `KVM_SET_CPUID2` | first | it decides which registers and MSRs exist |
+//! | `KVM_SET_REGS` | before the events | it clears pending exceptions |
+//! | `KVM_SET_SREGS` | before the local APIC | it sets the APIC's base and mode |
+//! | `KVM_SET_LAPIC` | before the MSRs | the APIC's timer mode decides whether the TSC deadline is kept |
+//! | `IA32_TSC_DEADLINE` | after all other MSRs | the deadline is compared with the TSC |
+//! | `KVM_SET_MP_STATE` | last | it decides whether the vCPU runs |
+
+use kvm_bindings::{
+    CpuId, Msrs, kvm_cpuid_entry2, kvm_mp_state, kvm_msr_entry, kvm_sregs, kvm_xsave,
+};
+use kvm_ioctls::{Error, VcpuFd};
+use patchbay_guest::snapshot::SaveError;
+
+use super::state::{from_bytes, list_from_bytes, to_bytes};
+use super::{SnapshotError, VcpuState};
+use crate::system_registers;
+
+/// `MSR_IA32_TSC_DEADLINE` (arch/x86/include/asm/msr-index.h).
+const IA32_TSC_DEADLINE: u32 = 0x6e0;
+
+/// EFER.SVME.
+const EFER_SVM: u64 = 1 << 12;
+/// CR4.VMXE.
+const CR4_VMX: u64 = 1 << 13;
+
+fn failed(what: &'static str) -> impl Fn(Error) -> SaveError {
+    move |error| SaveError::Unable(format!("KVM does not report {what} of a vCPU ({error})"))
+}
+
+/// Reads a vCPU that is parked. `cpuid` is the table that was set, because `KVM_GET_CPUID2` may
+/// return other features. `msrs` are the MSRs that KVM saves.
+pub(crate) fn save(
+    fd: &VcpuFd,
+    cpuid: &[kvm_cpuid_entry2],
+    msrs: &[u32],
+) -> Result<VcpuState, SaveError> {
+    let mp_state = fd.get_mp_state().map_err(failed("the state"))?.mp_state;
+    let sregs = fd.get_sregs().map_err(failed("the system registers"))?;
+    if runs_guests(&sregs) {
+        return Err(SaveError::Unable(
+            "the guest runs virtual machines of its own, whose state is not saved; end them and unload the guest's KVM modules".to_owned(),
+        ));
+    }
+    let regs = fd.get_regs().map_err(failed("the registers"))?;
+    let xsave = fd.get_xsave().map_err(failed("the extended state"))?;
+    let xcrs = fd
+        .get_xcrs()
+        .map_err(failed("the extended control registers"))?;
+    let debug_regs = fd.get_debug_regs().map_err(failed("the debug registers"))?;
+    let lapic = fd.get_lapic().map_err(failed("the local APIC"))?;
+    let tsc_khz = fd.get_tsc_khz().map_err(failed("the TSC's frequency"))?;
+    let msrs = read_msrs(fd, msrs).map_err(failed("the MSRs"))?;
+    let events = fd.get_vcpu_events().map_err(failed("the events"))?;
+    Ok(VcpuState {
+        cpuid: to_bytes(cpuid),
+        tsc_khz,
+        regs: to_bytes(&regs),
+        sregs: to_bytes(&sregs),
+        xsave: to_bytes(&xsave),
+        xcrs: to_bytes(&xcrs),
+        debug_regs: to_bytes(&debug_regs),
+        lapic: to_bytes(&lapic),
+        msrs: to_bytes(msrs.as_slice()),
+        events: to_bytes(&events),
+        mp_state,
+    })
+}
+
+fn runs_guests(sregs: &kvm_sregs) -> bool {
+    sregs.efer & EFER_SVM != 0 || sregs.cr4 & CR4_VMX != 0
+}
+
+/// Reads MSRs. Those that the guest does not have are left out: KVM stops at the first of them.
+fn read_msrs(fd: &VcpuFd, mut indices: &[u32]) -> Result<Vec<kvm_msr_entry>, Error> {
+    let mut found = Vec::with_capacity(indices.len());
+    while !indices.is_empty() {
+        let entries: Vec<_> = indices.iter().map(|&index| msr(index, 0)).collect();
+        let mut msrs = Msrs::from_entries(&entries).map_err(|_| Error::new(libc::E2BIG))?;
+        let count = fd.get_msrs(&mut msrs)?;
+        found.extend_from_slice(&msrs.as_slice()[..count]);
+        indices = indices.get(count + 1..).unwrap_or_default();
+    }
+    Ok(found)
+}
+
+fn msr(index: u32, data: u64) -> kvm_msr_entry {
+    kvm_msr_entry {
+        index,
+        data,
+        ..Default::default()
+    }
+}
+
+/// Returns the CPUID table of a saved vCPU.
+pub(super) fn cpuid(state: &VcpuState) -> Result<Vec<kvm_cpuid_entry2>, SnapshotError> {
+    list_from_bytes("the CPUID of a vCPU", &state.cpuid)
+}
+
+/// Sets the state of a new vCPU, and returns its CPUID table.
+pub(crate) fn restore(fd: &VcpuFd, state: &VcpuState) -> Result<CpuId, SnapshotError> {
+    let set = SnapshotError::kvm;
+    let cpuid = CpuId::from_entries(&cpuid(state)?)
+        .map_err(|_| SnapshotError::Invalid("the CPUID of a vCPU"))?;
+    fd.set_cpuid2(&cpuid).map_err(set("set a vCPU's CPUID"))?;
+    if fd.get_tsc_khz() != Ok(state.tsc_khz) {
+        fd.set_tsc_khz(state.tsc_khz)
+            .map_err(set("set the TSC's frequency"))?;
+    }
+    let regs = from_bytes("the registers of a vCPU", &state.regs)?;
+    fd.set_regs(&regs).map_err(set("set a vCPU's registers"))?;
+    let sregs: kvm_sregs = from_bytes("the system registers of a vCPU", &state.sregs)?;
+    if runs_guests(&sregs) {
+        return Err(SnapshotError::Invalid("a vCPU runs guests"));
+    }
+    fd.set_sregs(&sregs)
+        .map_err(set("set a vCPU's system registers"))?;
+    let xsave: kvm_xsave = from_bytes("the extended state of a vCPU", &state.xsave)?;
+    // SAFETY: KVM copies 4096 bytes, the size of the structure, because the monitor enables no
+    // dynamic feature (`ARCH_REQ_XCOMP_GUEST_PERM`) for which it would copy more.
+    unsafe { fd.set_xsave(&xsave) }.map_err(set("set a vCPU's extended state"))?;
+    let xcrs = from_bytes("the extended control registers of a vCPU", &state.xcrs)?;
+    fd.set_xcrs(&xcrs)
+        .map_err(set("set a vCPU's extended control registers"))?;
+    let debug_regs = from_bytes("the debug registers of a vCPU", &state.debug_regs)?;
+    fd.set_debug_regs(&debug_regs)
+        .map_err(set("set a vCPU's debug registers"))?;
+    let lapic = from_bytes("the local APIC of a vCPU", &state.lapic)?;
+    fd.set_lapic(&lapic).map_err(set("set a local APIC"))?;
+    let msrs: Vec<kvm_msr_entry> = list_from_bytes("the MSRs of a vCPU", &state.msrs)?;
+    let (last, first): (Vec<_>, Vec<_>) = msrs
+        .into_iter()
+        .partition(|msr| msr.index == IA32_TSC_DEADLINE);
+    write_msrs(fd, &first)?;
+    write_msrs(fd, &last)?;
+    let events = from_bytes("the events of a vCPU", &state.events)?;
+    fd.set_vcpu_events(&events)
+        .map_err(set("set a vCPU's events"))?;
+    // Tells the guest's watchdogs that time was lost. KVM refuses it for a guest without kvmclock.
+    let _ = fd.kvmclock_ctrl();
+    let mp_state = state.mp_state;
+    fd.set_mp_state(kvm_mp_state { mp_state })
+        .map_err(set("set whether a vCPU runs"))?;
+    Ok(cpuid)
+}
+
+/// Writes MSRs. A value that KVM refuses is accepted if the new vCPU has it already.
+fn write_msrs(fd: &VcpuFd, mut entries: &[kvm_msr_entry]) -> Result<(), SnapshotError> {
+    while !entries.is_empty() {
+        let msrs = Msrs::from_entries(entries)
+            .map_err(|_| SnapshotError::Invalid("the MSRs of a vCPU"))?;
+        let count = fd
+            .set_msrs(&msrs)
+            .map_err(SnapshotError::kvm("set the MSRs of a vCPU"))?;
+        let Some(refused) = entries.get(count) else {
+            return Ok(());
+        };
+        if system_registers::msr(fd, refused.index) != Some(refused.data) {
+            return Err(SnapshotError::Msr(refused.index));
+        }
+        entries = &entries[count + 1..];
+    }
+    Ok(())
+}
