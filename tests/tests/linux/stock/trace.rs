@@ -10,6 +10,7 @@ use patchbay_proto::v1::{
 };
 use patchbay_testing::EventStream;
 use patchbay_tests::{Guest, StockKernel, TestGuest};
+use tonic::Status;
 
 use super::{TRACING, crash};
 
@@ -89,10 +90,12 @@ async fn instance(guest: &mut Guest, all: usize) -> Result<()> {
     let Err(error) = open(guest, "two", true).await else {
         bail!("there is no such instance");
     };
-    let text = format!("{error:#}");
+    let refusal: Status = error.downcast()?;
     ensure!(
-        text.contains("no tracefs instance \"two\"; it has one"),
-        "{text}"
+        refusal
+            .message()
+            .contains("no tracefs instance \"two\"; it has one"),
+        "{refusal:?}"
     );
     Ok(())
 }
