@@ -73,17 +73,19 @@ struct Sent {
 }
 
 impl Sent {
-    /// Returns messages with the formats of these events that were not sent before.
+    /// Returns messages with the formats of these events that were not sent before. The events are
+    /// those of one poll, and each of their formats is sent at most once.
     fn missing(&mut self, events: &[Event]) -> Vec<v1::StreamTracepointEventsResponse> {
+        // Not between the events: a guest could then have formats sent again with each of them.
+        if self.bytes > MAX_BYTES {
+            *self = Self::default();
+        }
         let mut messages: Vec<v1::StreamTracepointEventsResponse> = vec![];
         let mut bytes = 0;
         for source in events.iter().map(|event| &event.source) {
             let sent = self.sources.get(&source.format.id);
             if sent.is_some_and(|sent| Arc::ptr_eq(sent, source)) {
                 continue;
-            }
-            if self.bytes > MAX_BYTES {
-                *self = Self::default();
             }
             self.bytes += source.format_bytes();
             self.sources.insert(source.format.id, Arc::clone(source));
@@ -302,6 +304,7 @@ fn failed(error: tokio::task::JoinError) -> TraceError {
 mod tests {
     use patchbay_guest::testing::{InMemoryGuest, TestKey};
 
+    use super::super::super::decode::Format;
     use super::super::super::hub::Hub;
     use super::super::super::select;
     use super::*;
@@ -338,6 +341,49 @@ mod tests {
         let told = stream.poll().expect("the top level");
         assert!(told.has_read && told.messages.is_empty());
         assert!(!stream.poll().expect("the top level").has_read);
+    }
+
+    /// Events in turn must not have their formats sent again and again.
+    #[test]
+    fn each_format_is_sent_once_per_poll() {
+        let text = "x".repeat(MAX_BYTES / 8);
+        let source = |id| {
+            Arc::new(Source {
+                name: format!("test:{id}"),
+                format: Format {
+                    id,
+                    fields: [].into(),
+                },
+                text: text.as_str().into(),
+                settled_at: 0.into(),
+                events: 0.into(),
+            })
+        };
+        let sources: Vec<_> = (0..12).map(source).collect();
+        let in_turn = sources.iter().cycle().take(48);
+        let events: Vec<_> = in_turn
+            .map(|source| Event {
+                source: Arc::clone(source),
+                cpu: 0,
+                pid: 1,
+                comm: "init".into(),
+                guest_time_ns: 1,
+                time: None,
+                values: [].into(),
+                context: String::new(),
+                raw: None,
+            })
+            .collect();
+        let mut sent = Sent::default();
+        let count = |messages: Vec<v1::StreamTracepointEventsResponse>| {
+            messages
+                .iter()
+                .map(|message| message.formats.len())
+                .sum::<usize>()
+        };
+        assert_eq!(count(sent.missing(&events)), sources.len());
+        // They were more than are remembered, so the next poll sends them again, once.
+        assert_eq!(count(sent.missing(&events)), sources.len());
     }
 
     #[test]
