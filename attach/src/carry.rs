@@ -32,6 +32,8 @@ pub fn export(of: &GuestOf) -> anyhow::Result<()> {
     };
     let name = LedgerName::beside(&socket, guest.process())?;
     let (bytes, moved) = LedgerFile::export(name.path(), name.process())?;
+    // An attachment keeps others out, so it does not last while a pipe is full.
+    drop(guest);
     let mut output = io::stdout().lock();
     let written = output.write_all(&bytes).and_then(|()| output.flush());
     written.context("the ledger cannot be written to standard output")?;
