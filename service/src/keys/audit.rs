@@ -139,20 +139,22 @@ impl AuditLog {
         self.promise("claims", claims).map(drop)
     }
 
-    /// Writes the import of a ledger and syncs it to the disk.
+    /// Writes the import of a ledger and syncs it to the disk. Returns the id for the outcome, which
+    /// is written if the import fails.
     ///
     /// # Errors
     /// [`KeysError::AuditLogUnwritable`]: the ledger must not be imported.
-    pub fn ledger_import(&mut self, import: &LedgerImport<'_>) -> Result<(), KeysError> {
-        self.promise("ledger_import", import).map(drop)
+    pub fn ledger_import(&mut self, import: &LedgerImport<'_>) -> Result<u64, KeysError> {
+        self.promise("ledger_import", import)
     }
 
-    /// Writes that the guest begins as a copy of another one, and syncs it to the disk.
+    /// Writes that the guest begins as a copy of another one, and syncs it to the disk. Returns the
+    /// id for the outcome, which is written if the copy does not start.
     ///
     /// # Errors
     /// [`KeysError::AuditLogUnwritable`]: the copy must not be started.
-    pub fn copied(&mut self, copied: &Copied<'_>) -> Result<(), KeysError> {
-        self.promise("copied", copied).map(drop)
+    pub fn copied(&mut self, copied: &Copied<'_>) -> Result<u64, KeysError> {
+        self.promise("copied", copied)
     }
 
     fn promise(&mut self, event: &'static str, body: &impl Body) -> Result<u64, KeysError> {

@@ -17,7 +17,7 @@ use clap::{CommandFactory, Parser};
 use patchbay_guest::snapshot::ControlState;
 use patchbay_proto::text::hex;
 use patchbay_service::api::{self, ApiSocket};
-use patchbay_service::keys::audit::{AuditLog, Copied};
+use patchbay_service::keys::audit::{AuditLog, AuditOutcome, Copied};
 use patchbay_service::keys::claims::{CopiedHolds, Moved};
 use patchbay_service::keys::declared::Declarations;
 use patchbay_service::keys::registry::Registry;
@@ -249,7 +249,7 @@ impl Origin {
         log: &mut AuditLog,
         numbers: Moved,
     ) -> anyhow::Result<()> {
-        log.copied(&Copied {
+        let id = log.copied(&Copied {
             origin: &self.control.guest,
             origin_incarnation: &self.control.incarnation,
             snapshot: &self.snapshot,
@@ -257,6 +257,11 @@ impl Origin {
             claims: numbers.claims,
         })?;
         let registered = registry.register_again(&self.control.requests);
+        let registered = registered.inspect_err(|error| {
+            let reason = "GUEST_NOT_REGISTERED";
+            let error = error.to_string();
+            log.outcome(id, &AuditOutcome::Failed { reason, error });
+        });
         registered.context("the snapshot's memory lacks the tables that its kernel registered; take the snapshot again")
     }
 }

@@ -22,7 +22,7 @@ use super::{
     Ledger, LedgerError, LedgerFile, MAX_BYTES, MadeRequests, Mark, Unusable, VERSION, check_room,
     read,
 };
-use crate::keys::audit::{AuditLog, LedgerImport};
+use crate::keys::audit::{AuditLog, AuditOutcome, LedgerImport};
 use crate::keys::error::KeysError;
 use crate::keys::registry::Registry;
 
@@ -269,8 +269,15 @@ impl LedgerFile {
             owners: moved.owners,
             pending: moved.pending,
         };
-        audit.ledger_import(&line).map_err(MoveError::Unaudited)?;
-        place.replace(&bytes).map_err(io_error(&name))?;
+        let id = audit.ledger_import(&line).map_err(MoveError::Unaudited)?;
+        place
+            .replace(&bytes)
+            .map_err(io_error(&name))
+            .inspect_err(|error| {
+                let reason = "LEDGER_UNWRITABLE";
+                let error = error.to_string();
+                audit.outcome(id, &AuditOutcome::Failed { reason, error });
+            })?;
         Ok(moved)
     }
 }

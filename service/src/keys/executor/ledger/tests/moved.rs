@@ -309,6 +309,36 @@ async fn an_import_is_in_the_audit_log_before_it_is_made() {
     assert_eq!(line["pending"], false);
 }
 
+/// The line of an import that was not made must not remain without an outcome.
+#[tokio::test]
+async fn an_import_that_fails_is_in_the_audit_log_too() {
+    let (guest, exported, _) = left().await;
+    let (to, logs) = (Host::new(), Host::new());
+    let path = logs.0.path().join("audit.jsonl");
+    let mut audit = AuditLog::open(&path).expect("opens");
+    // The new content is written under this name first.
+    let mut next = to.ledger().into_os_string();
+    next.push(".new");
+    fs::create_dir(&next).expect("room");
+    let refused = to.import_with(&registry_of(&guest), &exported, &mut audit);
+    let error = refused.expect_err("a folder has the name of the new file");
+    assert!(matches!(error, MoveError::Io { .. }), "{error}");
+    let lines = fs::read_to_string(&path).expect("there");
+    let lines: Vec<serde_json::Value> = lines
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("JSON"))
+        .collect();
+    let [import, outcome] = &lines[..] else {
+        panic!("{lines:?}");
+    };
+    assert_eq!(import["event"], "ledger_import");
+    assert_eq!(
+        (&outcome["event"], &outcome["id"]),
+        (&"outcome".into(), &import["id"])
+    );
+    assert_eq!(outcome["reason"], "LEDGER_UNWRITABLE");
+}
+
 /// Returns a guest, a host whose service was killed while a claim on beta was pending, and the
 /// digest of its ledger.
 async fn killed() -> (Arc<InMemoryGuest>, Host, [u8; 32]) {
