@@ -44,6 +44,8 @@ pub struct KeysConfig {
     pub audit: AuditLog,
     /// File that keeps claims and holds, for a guest that outlives this process.
     pub ledger: Option<LedgerFile>,
+    /// The guest is a copy, which was started from a snapshot.
+    pub is_copy: bool,
     /// Holds and claims of the guest that this one is a copy of.
     pub copied: Option<CopiedHolds>,
     /// Symbols that give sites their function names.
@@ -65,6 +67,7 @@ impl Default for KeysConfig {
         Self {
             audit: AuditLog::default(),
             ledger: None,
+            is_copy: false,
             copied: None,
             symbols: Symbols::default(),
             allow_guarded: false,
@@ -100,6 +103,7 @@ impl Keys {
         registry.declare(config.declared);
         registry.attach(guest.ram().clone());
         let mut shared = Shared::new(registry, config.symbols, config.clock);
+        shared.is_copy = config.is_copy;
         let copied = config.copied.map(|copied| copied.0);
         let ledger = Keeper::new(config.ledger, copied, &mut shared.incarnation);
         let shared = Arc::new(shared);

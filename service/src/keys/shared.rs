@@ -15,7 +15,7 @@ use super::incarnation::Incarnation;
 use super::outcome::PauseState;
 use super::pages::ResultPages;
 use super::quarantine::Quarantine;
-use super::registry::Registry;
+use super::registry::{Registration, Registry};
 use super::scope::{Caller, Spent, Use};
 use super::symbols::Symbols;
 
@@ -26,6 +26,8 @@ pub(super) struct Shared {
     pub symbols: Symbols,
     pub clock: Arc<dyn Clock>,
     pub incarnation: Incarnation,
+    /// The guest was started from a snapshot.
+    pub is_copy: bool,
     pub pause: watch::Sender<PauseState>,
     pub pages: Mutex<ResultPages>,
     pub spent: Mutex<Spent>,
@@ -99,6 +101,7 @@ impl Shared {
             symbols,
             clock,
             incarnation: Incarnation::new(),
+            is_copy: false,
             pause: watch::Sender::default(),
             pages: Mutex::default(),
             spent: Mutex::default(),
@@ -124,6 +127,19 @@ impl Shared {
         known.map_or(true, |known| {
             of != self.registry.boot() || !self.registry.is_same_boot(&known.registration)
         })
+    }
+
+    /// Returns the name of the guest's boot for clients.
+    ///
+    /// A copy has the boot of the guest that was saved, and an earlier state of its claims and
+    /// generations. Under the same name, a client would take what it has changed in one of the two
+    /// for changed in the other.
+    pub fn boot_name(&self, registration: &Registration) -> String {
+        let name = registration.boot_identity();
+        match self.is_copy {
+            true => format!("{name}-{}", self.incarnation),
+            false => name,
+        }
     }
 
     pub fn set_pause(&self, state: PauseState) {

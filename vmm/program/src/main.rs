@@ -166,6 +166,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
     let numbers = copied.as_ref().map(CopiedHolds::numbers);
     let keys_config = KeysConfig {
         audit,
+        is_copy: origin.is_some(),
         copied,
         symbols,
         allow_guarded: args.allow_guarded,

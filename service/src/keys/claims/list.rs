@@ -68,7 +68,7 @@ impl Keys {
         let book = self.shared.book();
         let mut page = ClaimPage {
             boot: registration
-                .map(Registration::boot_identity)
+                .map(|registration| self.shared.boot_name(registration))
                 .unwrap_or_default(),
             ..ClaimPage::default()
         };

@@ -374,7 +374,10 @@ impl<G: Guest> Executor<G> {
     /// Returns false if a newer registration already exists.
     pub(super) fn follow_registration(&mut self, snapshot: &Snapshot) -> bool {
         let registration = &*snapshot.registration;
-        let (boot, epoch) = (registration.boot_identity(), Some(registration.epoch));
+        let (boot, epoch) = (
+            self.shared.boot_name(registration),
+            Some(registration.epoch),
+        );
         let live = self.shared.registry.live_epochs();
         if self.shared.registry.boot() != epoch {
             return false;

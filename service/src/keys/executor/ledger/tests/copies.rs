@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::keys::SaveRequest;
-use crate::keys::claims::CopiedHolds;
+use crate::keys::claims::{ClaimQuery, CopiedHolds};
 
 /// Returns the holds and claims in a snapshot of the service's guest.
 async fn saved(service: &Service, guest: &InMemoryGuest) -> Vec<u8> {
@@ -18,6 +18,7 @@ fn copy(guest: &Arc<InMemoryGuest>, ledger: &[u8]) -> (Service, Arc<Registry>) {
     let registry = Arc::new(Registry::default());
     let clock = ManualClock::new();
     let config = KeysConfig {
+        is_copy: true,
         copied: CopiedHolds::decode(ledger).expect("whole"),
         clock: Arc::<ManualClock>::clone(&clock),
         ..KeysConfig::default()
@@ -63,6 +64,24 @@ async fn a_copy_has_the_holds_and_claims_and_an_incarnation_of_its_own() {
     copied.claim("a", 2, &[]).await.expect("cleared");
     let counts = ["alpha", "beta", "gamma"].map(|name| guest.count(name));
     assert_eq!(counts, [0, 0, 0], "all references are returned");
+}
+
+/// A controller that finds the boot that it knows takes its claims for those that it has confirmed.
+#[tokio::test]
+async fn the_boot_of_a_copy_has_a_name_of_its_own() {
+    let guest = boot();
+    let (copied, registry) = copy(&guest, &[]);
+    copied.find_kernel(&guest, &registry).await;
+    let (again, registry) = copy(&guest, &[]);
+    again.find_kernel(&guest, &registry).await;
+    let names = [&copied, &again].map(|of| of.keys.claims(&ClaimQuery::default()).boot);
+    assert_ne!(names[0], names[1]);
+    let mut wanted = request("a", 1, &[("beta", Want::On)]);
+    wanted.boot.clone_from(&names[0]);
+    let refused = again.keys.set_claims(wanted.clone()).await;
+    assert_eq!(refused.expect_err("another copy").reason(), "BOOT_CHANGED");
+    let made = copied.keys.set_claims(wanted).await.expect("made");
+    assert_eq!(made.boot, names[0]);
 }
 
 #[tokio::test]
