@@ -9,17 +9,11 @@ use super::view::{
     UNREADABLE, Wave,
 };
 use crate::print::{Printable, Rows, counted, or_dash};
-use crate::view::time;
 
 /// The number of tracepoints that are shown. JSON has all of them.
 const SHOWN_TRACEPOINTS: usize = 20;
 /// The maximum number of guests that are listed with a reason.
 pub const SHOWN_GUESTS: usize = 20;
-
-/// Formats a time in seconds since the epoch according to RFC 3339.
-pub fn instant(seconds: i64) -> String {
-    time(Some(prost_types::Timestamp { seconds, nanos: 0 }))
-}
 
 pub fn head(rollout: &Rollout) -> String {
     let message = match rollout.message.as_str() {
@@ -208,7 +202,7 @@ impl Printable for Vec<TimelineEntry> {
                 principal => principal,
             };
             rows.push([
-                instant(entry.time),
+                entry.time.to_string(),
                 who.to_owned(),
                 or_dash(&entry.phase).to_owned(),
                 entry.text.clone(),

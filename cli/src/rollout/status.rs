@@ -6,8 +6,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 
-use super::print::{SHOWN_GUESTS, and_more, guests_on_hosts, head, instant};
-use super::view::{Gate, Rollout, RolloutGuest, Wave};
+use super::print::{SHOWN_GUESTS, and_more, guests_on_hosts, head};
+use super::view::{Gate, Moment, Rollout, RolloutGuest, Wave};
 use crate::print::{Printable, Rows, counted, or_dash};
 
 /// The number of names of keys that the status shows.
@@ -54,7 +54,7 @@ impl<'r> Status<'r> {
         let name = &wave.name;
         match (self.rollout.stage.as_str(), wave.bakes_until, self.now) {
             ("changing", ..) => Some(format!("it changes the guests of wave {name}")),
-            ("baking", Some(until), Some(now)) => {
+            ("baking", Some(Moment(until)), Some(now)) => {
                 let left = (until - now).clamp(0, wave.bake_seconds);
                 let over = lasting(wave.bake_seconds - left);
                 let (bake, left) = (lasting(wave.bake_seconds), lasting(left));
@@ -102,9 +102,9 @@ impl<'r> Status<'r> {
         }
         match (wave.bakes_until, self.now) {
             (Some(until), now) => {
-                let _ = write!(text, "; it bakes until {}", instant(until));
+                let _ = write!(text, "; it bakes until {until}");
                 if let Some(now) = now {
-                    let _ = write!(text, ", {} left", lasting((until - now).max(0)));
+                    let _ = write!(text, ", {} left", lasting((until.0 - now).max(0)));
                 }
             }
             (None, _) if self.is_still_to_bake(index) && wave.bake_seconds > 0 => {
@@ -137,7 +137,8 @@ impl<'r> Status<'r> {
 
     fn gate(index: usize, gate: &Gate) -> String {
         let mut line = format!("  gate {}, {}: ", index + 1, gate.text);
-        let asked = gate.asked.map(instant).unwrap_or_default();
+        let asked = gate.asked.map(|time| time.to_string());
+        let asked = asked.unwrap_or_default();
         let _ = match (gate.state.as_str(), asked.as_str()) {
             ("passed", "") => write!(line, "passes so far"),
             ("passed", asked) => write!(line, "passed at {asked}"),
@@ -250,7 +251,7 @@ impl Printable for WideList {
                 wave.map_or("-", |wave| &wave.name).to_owned(),
                 keys.to_string(),
                 format!("{given}/{needed}"),
-                planned.map_or_else(|| "-".to_owned(), |first| instant(first.time)),
+                planned.map_or_else(|| "-".to_owned(), |first| first.time.to_string()),
                 planned
                     .map_or("-", |first| or_dash(&first.principal))
                     .to_owned(),

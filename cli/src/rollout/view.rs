@@ -2,9 +2,29 @@
 //! Defines the form in which rollouts are printed as JSON and YAML.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use patchbay_proto::fleet::v1;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
+
+use crate::view::time;
+
+/// A time in seconds since the epoch. It is printed in RFC 3339 and UTC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Moment(pub i64);
+
+impl fmt::Display for Moment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (seconds, nanos) = (self.0, 0);
+        f.write_str(&time(Some(prost_types::Timestamp { seconds, nanos })))
+    }
+}
+
+impl Serialize for Moment {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
 
 #[derive(Debug, Default, PartialEq, Serialize)]
 pub struct Rollout {
@@ -49,9 +69,9 @@ pub struct Gate {
     pub text: String,
     pub state: String,
     pub message: String,
-    /// The time of the query, in seconds since the epoch.
+    /// The time of the query.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub asked: Option<i64>,
+    pub asked: Option<Moment>,
     pub aborts: bool,
 }
 
@@ -79,9 +99,9 @@ pub struct Wave {
     pub predicted_pause_us: u64,
     /// The length of the bake time.
     pub bake_seconds: i64,
-    /// The end of the bake time, in seconds since the epoch.
+    /// The end of the bake time.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub bakes_until: Option<i64>,
+    pub bakes_until: Option<Moment>,
 }
 
 #[derive(Debug, PartialEq, Serialize)]
@@ -128,8 +148,7 @@ impl RolloutGuest {
 
 #[derive(Debug, PartialEq, Serialize)]
 pub struct TimelineEntry {
-    /// The time, in seconds since the epoch.
-    pub time: i64,
+    pub time: Moment,
     pub principal: String,
     pub text: String,
     /// The phase after the event; empty in an entry of an earlier version.
@@ -265,7 +284,7 @@ impl From<v1::Gate> for Gate {
             state: word(gate.state().as_str_name(), "STATE_"),
             text: gate.text,
             message: gate.message,
-            asked: gate.asked.map(|time| time.seconds),
+            asked: gate.asked.map(|time| Moment(time.seconds)),
             aborts: gate.aborts,
         }
     }
@@ -293,7 +312,7 @@ impl From<v1::Wave> for Wave {
             sites: wave.sites,
             predicted_pause_us: micros(wave.predicted_pause.unwrap_or_default()),
             bake_seconds: wave.bake.map_or(0, |bake| bake.seconds),
-            bakes_until: wave.bakes_until.map(|time| time.seconds),
+            bakes_until: wave.bakes_until.map(|time| Moment(time.seconds)),
         }
     }
 }
@@ -326,7 +345,7 @@ impl From<v1::RolloutGuest> for RolloutGuest {
 impl From<v1::TimelineEntry> for TimelineEntry {
     fn from(entry: v1::TimelineEntry) -> Self {
         Self {
-            time: entry.time.map_or(0, |time| time.seconds),
+            time: Moment(entry.time.map_or(0, |time| time.seconds)),
             phase: given(word(entry.phase().as_str_name(), "PHASE_")),
             subject: given(word(entry.subject().as_str_name(), "SUBJECT_")),
             number: entry.number,

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests the status, the history and the differences of a running rollout.
 
+use serde_json::Value;
+
 use super::lab::Commands;
 use super::rollouts::{FakeFleet, SPEC, until};
 
@@ -29,6 +31,7 @@ fn a_status_says_which_gate_is_closed_and_what_a_promotion_skips() {
     }
     let json = fleet.json(&fleet.words(&["status", "net"]));
     assert_eq!(json["gates"][1]["state"], "closed", "{json}");
+    assert!(is_rfc3339(&json["timeline"][0]["time"]), "{json}");
     assert_eq!(json["keys"][0]["names"][0], "alpha", "{json}");
     assert_eq!(json["next_steps"][1]["command"], "undo", "{json}");
     let wide = fleet.ok(&fleet.words(&["status", "net", "-o", "wide"]));
@@ -72,6 +75,20 @@ fn a_status_says_which_gate_is_closed_and_what_a_promotion_skips() {
     let json = fleet.json(&fleet.words(&["history", "net"]));
     assert_eq!(json[3]["subject"], "gate closed", "{json}");
     assert_eq!(json[3]["number"], 4, "{json}");
+    // The table has the same times.
+    let times = history.lines().skip(1);
+    let times: Vec<&str> = times
+        .filter_map(|line| line.split_whitespace().next())
+        .collect();
+    let of = |entry: &Value| entry["time"].as_str().map(str::to_owned);
+    let in_json: Option<Vec<String>> = json.as_array().expect("a list").iter().map(of).collect();
+    assert_eq!(in_json.expect("texts"), times, "{json}");
+}
+
+/// Returns whether the value is a time as all other commands print it.
+fn is_rfc3339(value: &Value) -> bool {
+    let time = value.as_str().map(str::parse::<prost_types::Timestamp>);
+    time.is_some_and(|time| time.is_ok())
 }
 
 #[test]
@@ -113,6 +130,7 @@ fn a_status_counts_the_bake_time_down() {
     let json = fleet.json(&fleet.words(&["status", "net"]));
     assert_eq!(json["stage"], "baking", "{json}");
     assert_eq!(json["waves"][0]["bake_seconds"], 3600, "{json}");
+    assert!(is_rfc3339(&json["waves"][0]["bakes_until"]), "{json}");
 }
 
 #[test]
