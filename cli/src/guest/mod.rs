@@ -100,6 +100,18 @@ async fn describe(client: &Client) -> Result<view::GuestDetails, Failure> {
     Ok(view::GuestDetails::described(name, socket, answer))
 }
 
+/// Returns the guest's name for an output that consists of it, and otherwise an empty text.
+///
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+async fn name_for(output: Output, client: &Client) -> Result<String, Failure> {
+    match (output, client.guest_name()) {
+        (Output::Name, "") => Ok(describe(client).await?.name),
+        (Output::Name, name) => Ok(name.to_owned()),
+        _ => Ok(String::new()),
+    }
+}
+
 /// Runs one subcommand.
 ///
 /// # Errors
@@ -131,6 +143,7 @@ pub async fn run(
         }
         GuestCommand::Pause { ttl } => {
             let verb = async |client: Client| {
+                let name = name_for(output, &client).await?;
                 let request = v1::PauseGuestRequest {
                     timeout: to_proto(timeout),
                     ttl: to_proto(ttl),
@@ -138,7 +151,7 @@ pub async fn run(
                 };
                 let mut guest = client.guest();
                 let answer = guest.pause_guest(client.request(request)).await?;
-                Ok(view::Power::paused(answer.into_inner()).into())
+                Ok(view::Power::paused(name, answer.into_inner()).into())
             };
             selected().await?.run(output, "pausing", verb).await
         }
@@ -148,8 +161,9 @@ pub async fn run(
                 client.guest().resume_guest(request).await?;
                 let request = client.request(v1::DescribeGuestRequest::default());
                 let guest = client.guest().describe_guest(request).await?.into_inner();
-                let state = guest.status.unwrap_or_default().state();
-                Ok(view::Power::is(view::state(state)).into())
+                let status = guest.status.unwrap_or_default();
+                let state = view::state(status.state());
+                Ok(view::Power::is(status.guest, state).into())
             };
             selected().await?.run(output, "resuming", verb).await
         }
@@ -159,6 +173,8 @@ pub async fn run(
         } => {
             let timeout = timeout.unwrap_or(SHUTDOWN_TIMEOUT);
             let verb = async |client: Client| {
+                // The monitor ends with its guest and then no longer tells the name.
+                let name = name_for(output, &client).await?;
                 let mut request = client.stream(v1::ShutdownGuestRequest {
                     force: cut_now,
                     timeout: to_proto(Some(timeout)),
@@ -167,7 +183,7 @@ pub async fn run(
                 });
                 request.set_timeout(timeout + ANSWER_TIME);
                 let answer = client.guest().shutdown_guest(request).await?;
-                Ok(view::Power::off(answer.into_inner()).into())
+                Ok(view::Power::off(name, answer.into_inner()).into())
             };
             let what = format!("waiting up to {timeout:?} for the power button to be obeyed");
             selected().await?.run(output, &what, verb).await

@@ -142,7 +142,7 @@ impl Printable for view::Power {
     }
 
     fn names(&self) -> Vec<&str> {
-        vec![self.state]
+        vec![&self.guest]
     }
 }
 

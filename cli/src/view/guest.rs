@@ -19,6 +19,9 @@ pub struct GuestDetails {
 /// The result of `guest pause`, `resume` or `shutdown`.
 #[derive(Debug, Serialize)]
 pub struct Power {
+    /// The guest's name; empty unless the output consists of it.
+    #[serde(skip)]
+    pub guest: String,
     pub state: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop_us: Option<f64>,
@@ -91,8 +94,9 @@ fn is_zero(count: &u32) -> bool {
 }
 
 impl Power {
-    pub fn is(state: &'static str) -> Self {
+    pub fn is(guest: String, state: &'static str) -> Self {
         Self {
+            guest,
             state,
             stop_us: None,
             paused_until: None,
@@ -100,18 +104,18 @@ impl Power {
         }
     }
 
-    pub fn paused(response: v1::PauseGuestResponse) -> Self {
+    pub fn paused(guest: String, response: v1::PauseGuestResponse) -> Self {
         Self {
             stop_us: Some(micros(response.stop_time)),
             paused_until: response.expires_at.map(|at| time(Some(at))),
-            ..Self::is("paused")
+            ..Self::is(guest, "paused")
         }
     }
 
-    pub fn off(response: v1::ShutdownGuestResponse) -> Self {
+    pub fn off(guest: String, response: v1::ShutdownGuestResponse) -> Self {
         Self {
             power_cut: Some(response.power_cut),
-            ..Self::is("stopped")
+            ..Self::is(guest, "stopped")
         }
     }
 }

@@ -227,8 +227,14 @@ fn guest_verbs() {
     );
     assert_eq!(lab.ok(&["guest", "resume"]), "running\n");
     assert_eq!(lab.json(&["guest", "resume"])["state"], "running");
-    assert_eq!(lab.ok(&["guest", "resume", "-o", "name"]), "running\n");
+    for verb in [&["guest", "pause"][..], &["guest", "resume"]] {
+        assert_eq!(lab.ok(&[verb, &["-o", "name"]].concat()), "test\n");
+    }
+    let all = ["--all", "guest", "resume", "-o", "name"];
+    assert_eq!(lab.ok(&all), "test\n");
     assert!(lab.json(&["guest", "describe"])["details"]["paused_until"].is_null());
+    let shutdown = ["guest", "shutdown", "--cut-now", "-o", "name"];
+    assert_eq!(lab.ok(&shutdown), "test\n");
 }
 
 #[test]
