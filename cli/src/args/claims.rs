@@ -43,7 +43,7 @@ pub struct ClaimSetArgs {
     #[arg(required = true, value_name = "KEY=WANT")]
     pub claims: Vec<String>,
     /// The claims end after this time, 1ms to 365d: for example 10m.
-    #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME", allow_hyphen_values = true)]
+    #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
     pub ttl: Option<Duration>,
     /// Change guarded keys too; the monitor must allow it.
     #[arg(long)]

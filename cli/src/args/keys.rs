@@ -143,7 +143,7 @@ pub struct ChangeOptions {
     pub reason: String,
     /// The service releases the references that this change takes after this time, 1ms to 365d: for
     /// example 10m.
-    #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME", allow_hyphen_values = true)]
+    #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
     pub ttl: Option<Duration>,
     /// Change guarded keys too; the monitor must allow it.
     #[arg(long)]
@@ -232,7 +232,7 @@ pub enum HoldsCommand {
         #[arg(required = true, value_name = "ID", add = complete::holds())]
         holds: Vec<String>,
         /// The holds expire after this time, counted from now, 1ms to 365d: for example 10m.
-        #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME", allow_hyphen_values = true)]
+        #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
         ttl: Option<Duration>,
         /// The holds no longer expire.
         #[arg(long)]

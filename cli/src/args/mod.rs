@@ -35,7 +35,13 @@ Exit codes:
 
 /// Flips the static keys of running Linux guests from outside.
 #[derive(Debug, Parser)]
-#[command(name = "patchbay", version, after_help = EXIT_CODES)]
+#[command(
+    name = "patchbay",
+    version,
+    after_help = EXIT_CODES,
+    mut_args(times::take_hyphens),
+    mut_subcommands(times::take_hyphens_in)
+)]
 pub struct Cli {
     #[command(flatten)]
     pub target: Target,

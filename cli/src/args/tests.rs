@@ -90,6 +90,31 @@ fn times_have_units() {
     }
 }
 
+/// Checks that every option that takes a time refuses a negative one as a time.
+#[test]
+fn a_negative_time_is_not_taken_for_an_option() {
+    fn visit(command: &clap::Command, path: &[String], seen: &mut usize) {
+        let times = command
+            .get_arguments()
+            .filter(|one| one.get_value_parser().type_id() == std::any::TypeId::of::<Duration>());
+        for option in times.filter_map(|time| time.get_long()) {
+            let words = ["--".to_owned() + option, "-5s".to_owned()];
+            let said = Cli::try_parse_from(path.iter().chain(&words));
+            let said = said.expect_err("a negative time").to_string();
+            let expected = format!("invalid value '-5s' for '--{option} <TIME>'");
+            assert!(said.contains(&expected), "{path:?} --{option}: {said}");
+            *seen += 1;
+        }
+        for subcommand in command.get_subcommands() {
+            let path = [path, &[subcommand.get_name().to_owned()]].concat();
+            visit(subcommand, &path, seen);
+        }
+    }
+    let mut seen = 0;
+    visit(&Cli::command(), &["patchbay".to_owned()], &mut seen);
+    assert!(seen > 20, "{seen}");
+}
+
 /// Splits a line as a shell does: blanks separate words, quotes join them, ` #` begins a comment.
 fn words(line: &str) -> Vec<String> {
     let line = line.split(" #").next().unwrap_or_default();

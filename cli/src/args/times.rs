@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Parses times on the command line. The ranges equal those that the service accepts.
 
+use std::any::TypeId;
 use std::ops::RangeInclusive;
 use std::time::Duration;
+
+use clap::{Arg, Command};
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
@@ -56,6 +59,23 @@ pub fn time_in(
             )),
         }
     }
+}
+
+/// Lets the value of an option that takes a time begin with a hyphen. Otherwise a negative time is
+/// taken for an unknown option, and the message names no range.
+pub fn take_hyphens(option: Arg) -> Arg {
+    let is_time = option.get_value_parser().type_id() == TypeId::of::<Duration>();
+    match is_time && option.get_action().takes_values() {
+        true => option.allow_hyphen_values(true),
+        false => option,
+    }
+}
+
+/// Applies [`take_hyphens`] to a subcommand and to all its subcommands.
+pub fn take_hyphens_in(command: Command) -> Command {
+    command
+        .mut_args(take_hyphens)
+        .mut_subcommands(take_hyphens_in)
 }
 
 /// Parses "500us", "10ms", "5s", "2m", "3h" or "1d".

@@ -32,7 +32,7 @@ pub struct LogArgs {
     pub follow: bool,
     /// Only records that are at most this much older than the newest one, 1ms to 365d: for example
     /// 5m.
-    #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME", allow_hyphen_values = true)]
+    #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
     pub since: Option<Duration>,
     /// Begin with the record of this sequence number, 0 to 18446744073709551615.
     #[arg(long, value_name = "NUMBER", conflicts_with = "since")]

@@ -41,7 +41,7 @@ pub enum TraceCommand {
         switch: SwitchArgs,
         /// The service parks the events for this client after this time, 1ms to 365d: for example
         /// 10m.
-        #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME", allow_hyphen_values = true)]
+        #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
         ttl: Option<Duration>,
     },
     /// Park firing events; needs no help from the guest.
@@ -121,7 +121,7 @@ pub struct ArmArgs {
     pub probe: Probe,
     /// The service disarms the events for this client after this time, 1ms to 365d: for example
     /// 10m.
-    #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME", allow_hyphen_values = true)]
+    #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
     pub ttl: Option<Duration>,
     /// Check everything and change nothing.
     #[arg(long)]
