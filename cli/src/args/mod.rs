@@ -16,7 +16,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand};
 
 use self::guest::{ConsoleArgs, GuestCommand, RunArgs};
-use self::keys::{HoldsCommand, KeysCommand};
+use self::keys::{ChangeOptions, HoldsCommand, KeysCommand};
 use self::output::{OutputArgument, format_parser};
 use self::target::{FleetTarget, GLOBAL, Target};
 use self::times::time_in;
@@ -63,6 +63,14 @@ impl Cli {
     /// # Errors
     /// A sentence that names the options.
     pub fn check(&self) -> Result<(), String> {
+        if let Some((verb, options)) = self.command.drops_references()
+            && options.ttl.is_some()
+        {
+            return Err(format!(
+                "`patchbay {verb}` does not take --ttl, which limits the references that a change \
+                 takes: this change only drops references"
+            ));
+        }
         let is_fleet = !self.fleet.fleet.is_empty() || self.fleet.fleet_socket.is_some();
         if is_fleet && !matches!(self.command, Command::Rollout(_)) {
             return Err(
@@ -184,6 +192,16 @@ impl Command {
             | Self::Run(_)
             | Self::Guests { .. }
             | Self::Console(_) => None,
+        }
+    }
+
+    /// Returns the options of a change that takes no references, and the command as it is typed.
+    fn drops_references(&self) -> Option<(&'static str, &ChangeOptions)> {
+        match self {
+            Self::Keys(KeysCommand::Disable(change)) => Some(("keys disable", &change.options)),
+            Self::Keys(KeysCommand::Dec(change)) => Some(("keys dec", &change.options)),
+            Self::Debug(DebugCommand::Off { change }) => Some(("debug off", &change.options)),
+            _ => None,
         }
     }
 

@@ -90,6 +90,23 @@ fn times_have_units() {
     }
 }
 
+#[test]
+fn a_change_that_takes_no_references_refuses_a_limit_of_their_life() {
+    let check = |words: &[&str]| {
+        let words = ["patchbay"].iter().chain(words).chain(&["--ttl", "10m"]);
+        Cli::try_parse_from(words).expect("well-formed").check()
+    };
+    for verb in [["keys", "disable"], ["keys", "dec"], ["debug", "off"]] {
+        let said = check(&[&verb[..], &["x"]].concat()).expect_err("no references");
+        let verb = verb.join(" ");
+        assert!(said.contains(&format!("`patchbay {verb}`")), "{said}");
+        assert!(said.contains("--ttl"), "{said}");
+    }
+    for verb in [["keys", "enable"], ["keys", "inc"], ["debug", "on"]] {
+        assert_eq!(check(&[&verb[..], &["x"]].concat()), Ok(()));
+    }
+}
+
 /// Checks that every option that takes a time refuses a negative one as a time.
 #[test]
 fn a_negative_time_is_not_taken_for_an_option() {

@@ -32,6 +32,7 @@ fn every_verb_ends_with_2_for_a_wrong_value() {
         &["keys", "get", "["],
         &["keys", "enable", "["],
         &["keys", "disable", "a["],
+        &["keys", "disable", "alpha", "--ttl", "10m"],
         &["keys", "inc", "alpha", "--ttl", "366d"],
         &["keys", "inc", "alpha", "--ttl", "1us"],
         &["keys", "inc", "alpha", "--reason", &long],
