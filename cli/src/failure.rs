@@ -130,12 +130,64 @@ fn is_about_a_page(status: &Status) -> bool {
         .any(|violation| violation.field == "page_token")
 }
 
+/// Returns the option that sets a field of requests.
+fn option_of(field: &str) -> Option<&'static str> {
+    Some(match field {
+        "even_if_others" => "--even-if-others",
+        "filter" => "--filter",
+        "first_seq" => "--from",
+        "generation" => "--generation",
+        "incarnation" => "--incarnation",
+        "instance" => "--instance",
+        "max_level" => "--level",
+        "plan_ttl" => "--plan-ttl",
+        "reason" => "--reason",
+        "request_id" => "--request-id",
+        "since" => "--since",
+        "source" => "--source",
+        "start_revision" => "--from-revision",
+        "stop_timeout" => "--stop-timeout",
+        "timeout" | "retry_timeout" => "--timeout",
+        "trigger" => "--trigger",
+        "ttl" | "hold_ttl" => "--ttl",
+        _ => return None,
+    })
+}
+
+/// Returns the service's message about a request, with options instead of the fields that they set.
+fn about_options(message: &str) -> String {
+    // A message begins with the field that it is about. Elsewhere a field without an underscore is
+    // not told from a word.
+    let (start, rest) = match message.split_once(':') {
+        Some((field, rest)) => match option_of(field) {
+            Some(option) => (format!("{option}:"), rest),
+            None => (String::new(), message),
+        },
+        None => (String::new(), message),
+    };
+    let is_of_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    // Texts of the user stand in quotes.
+    let parts = rest.split('"').enumerate().map(|(index, part)| {
+        let words = part.split_inclusive(|c: char| !is_of_word(c)).map(|piece| {
+            let word = piece.trim_end_matches(|c: char| !is_of_word(c));
+            match option_of(word).filter(|_| word.contains('_')) {
+                Some(option) => piece.replacen(word, option, 1),
+                None => piece.to_owned(),
+            }
+        });
+        match index % 2 {
+            0 => words.collect(),
+            _ => part.to_owned(),
+        }
+    });
+    start + &parts.collect::<Vec<String>>().join("\"")
+}
+
 /// Returns the advice to append to the message of a refusal.
 fn next_step(reason: &str) -> &'static str {
     match reason {
         "KEY_GUARDED" => " (--allow-guarded)",
         "NOT_HOLDER" => "; release what others hold with --force",
-        "OTHERS_TRACE" => "; act on it with --even-if-others",
         "GUEST_BUSY" => "; try for longer with --timeout",
         "VCPU_NOT_STOPPED" => "; allow more time with --stop-timeout",
         "NOT_POWERED_OFF" => "; wait longer with --timeout, or give --cut-after-timeout",
@@ -182,13 +234,21 @@ impl From<Status> for Failure {
                     .to_owned()
             }
             _ => {
-                let said = status.message();
+                let said = match reason.as_str() {
+                    "OTHERS_TRACE" => about_options(status.message()),
+                    _ if status.get_details_bad_request().is_some() => {
+                        about_options(status.message())
+                    }
+                    _ => status.message().to_owned(),
+                };
                 // The service's message ends with the same names after a `;`. They are replaced by
                 // the suggestion.
                 let near: Vec<&str> = near.split(',').filter(|name| !name.is_empty()).collect();
                 let said = match near.is_empty() {
-                    true => said.to_owned(),
-                    false => said.split(';').next().unwrap_or(said).to_owned() + &suggestion(&near),
+                    true => said,
+                    false => {
+                        said.split(';').next().unwrap_or(&said).to_owned() + &suggestion(&near)
+                    }
                 };
                 said + next_step(&reason)
             }
@@ -246,6 +306,50 @@ mod tests {
         assert!(foreign.message.contains("--socket"), "{}", foreign.message);
         let other = refused(Code::FailedPrecondition, "KEY_SEALED", &[]);
         assert_eq!(other.exit_code, ERROR);
+    }
+
+    #[test]
+    fn a_message_names_options_and_not_the_fields_that_they_set() {
+        for (message, expected) in [
+            (
+                "request_id: is longer than 128 bytes",
+                "--request-id: is longer than 128 bytes",
+            ),
+            (
+                "hold_ttl: is 366d; give a ttl, or leave it out",
+                "--ttl: is 366d; give a ttl, or leave it out",
+            ),
+            (
+                "request_id \"request_id\" was already used",
+                "--request-id \"request_id\" was already used",
+            ),
+            (
+                "since: the agent cannot begin at a time; give first_seq",
+                "--since: the agent cannot begin at a time; give --from",
+            ),
+            (
+                "updates: key \"ttl: x\": give one of name, patterns and debug_queries",
+                "updates: key \"ttl: x\": give one of name, patterns and debug_queries",
+            ),
+        ] {
+            assert_eq!(about_options(message), expected);
+        }
+        let refused = |reason: &str, details: ErrorDetails| {
+            let mut details = details;
+            let metadata: std::collections::HashMap<String, String> = Default::default();
+            details.set_error_info(reason, "patchbay", metadata);
+            let message = "stop_timeout: is 31s; it is with even_if_others";
+            Status::with_error_details(Code::InvalidArgument, message, details)
+        };
+        let of_field = ErrorDetails::with_bad_request_violation("stop_timeout", "is 31s");
+        let failure = Failure::from(refused("INVALID_ARGUMENT", of_field));
+        assert_eq!(failure.exit_code, USAGE);
+        let expected = "--stop-timeout: is 31s; it is with --even-if-others";
+        assert_eq!(failure.message, expected);
+        let others = Failure::from(refused("OTHERS_TRACE", ErrorDetails::new()));
+        assert_eq!(others.message, expected);
+        let other = Failure::from(refused("NO_AGENT", ErrorDetails::new()));
+        assert!(other.message.contains("even_if_others"));
     }
 
     #[test]

@@ -41,7 +41,11 @@ pub enum KeysCommand {
     /// Make the change of a plan that --dry-run has printed.
     Commit(CommitArgs),
     /// Discard a plan.
-    Discard { plan: String },
+    Discard {
+        /// The plan's id.
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
+        plan: String,
+    },
     /// Compare every site with its key's count, and list the keys that do not agree.
     Verify {
         /// Globs, as in `list`; without globs, all keys.
@@ -172,6 +176,7 @@ pub struct Force {
 #[derive(Clone, Debug, Args)]
 pub struct CommitArgs {
     /// The plan's id.
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub plan: String,
     /// Make the change only if this is the plan's digest.
     #[arg(long, value_parser = NonEmptyStringValueParser::new())]

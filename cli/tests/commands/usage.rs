@@ -43,6 +43,8 @@ fn every_verb_ends_with_2_for_a_wrong_value() {
         &["keys", "apply", "-f", empty],
         &["keys", "apply", "-f", "/nonexistent"],
         &["keys", "commit", "p", "--stop-timeout", "31s"],
+        &["keys", "commit", ""],
+        &["keys", "discard", ""],
         &["keys", "discard"],
         &["keys", "watch", "["],
         &[
@@ -120,6 +122,27 @@ fn every_verb_ends_with_2_for_a_wrong_value() {
         }
     }
     assert!(ended_otherwise.is_empty(), "{}", ended_otherwise.join("\n"));
+}
+
+/// Checks that a refusal by the service names the option that the user wrote.
+#[test]
+fn a_refused_value_is_that_of_an_option() {
+    let lab = Lab::new();
+    let long = "x".repeat(5000);
+    for option in ["--reason", "--request-id"] {
+        let said = lab.fails(2, &["keys", "inc", "alpha", option, &long]);
+        assert!(
+            said.contains(&format!("{option}: is longer than")),
+            "{said}"
+        );
+    }
+    lab.ok(&["keys", "inc", "alpha", "--request-id", "ttl"]);
+    let (_, said, code) = lab.all(&["keys", "inc", "beta", "--request-id", "ttl"]);
+    assert!(
+        said.contains("--request-id \"ttl\" was already used"),
+        "{said}"
+    );
+    assert_ne!(code, Some(0));
 }
 
 #[test]
