@@ -19,7 +19,7 @@ use clap_complete::env::{CompleteEnv, Shells};
 const ASK: &str = "--generate-manual";
 
 /// The environment variable with which a shell requests completions.
-const COMPLETE: &str = "PATCHBAY_COMPLETE";
+pub const COMPLETE: &str = "PATCHBAY_COMPLETE";
 
 const SHELLS: [Shell; 3] = [Shell::Bash, Shell::Zsh, Shell::Fish];
 

@@ -16,7 +16,7 @@ pub struct ClaimsListArgs {
     #[arg(add = complete::keys())]
     pub patterns: Vec<String>,
     /// Only claims whose owner has this name, for example rollout/net-canary.
-    #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "NAME")]
+    #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "NAME", add = complete::owners())]
     pub owner: Option<String>,
     /// Only claims whose owner belongs to this client, for example uid:1000.
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "PRINCIPAL")]
@@ -36,11 +36,11 @@ pub enum ClaimCommand {
 #[derive(Clone, Debug, Args)]
 pub struct ClaimSetArgs {
     /// The name of the owner, for example rollout/net-canary.
-    #[arg(value_parser = NonEmptyStringValueParser::new())]
+    #[arg(value_parser = NonEmptyStringValueParser::new(), add = complete::owners())]
     pub owner: String,
     /// KEY=on, KEY=off, or KEY=held for one reference; - reads them from standard input, one per
     /// line.
-    #[arg(required = true, value_name = "KEY=WANT")]
+    #[arg(required = true, value_name = "KEY=WANT", add = complete::claims())]
     pub claims: Vec<String>,
     /// The claims end after this time, 1ms to 365d: for example 10m.
     #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
@@ -60,7 +60,7 @@ pub struct ClaimSetArgs {
 #[derive(Clone, Debug, Args)]
 pub struct ClaimClearArgs {
     /// The name of the owner, for example rollout/net-canary.
-    #[arg(value_parser = NonEmptyStringValueParser::new())]
+    #[arg(value_parser = NonEmptyStringValueParser::new(), add = complete::owners())]
     pub owner: String,
     #[command(flatten)]
     pub options: ClaimOptions,

@@ -11,6 +11,7 @@ use super::times::{self, time_in};
 use crate::complete;
 use crate::guest::autopsy::AutopsyArgs;
 use crate::guest::log::LogArgs;
+use crate::guest::run::MONITOR;
 
 #[derive(Debug, Subcommand)]
 pub enum GuestCommand {
@@ -98,7 +99,7 @@ pub struct RunArgs {
     #[arg(short, long)]
     pub help: bool,
     /// Options of the monitor, for example --kernel bzImage --vcpus 2.
-    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, add = complete::arguments(MONITOR, "run", false))]
     pub arguments: Vec<OsString>,
 }
 

@@ -20,7 +20,9 @@ use self::keys::{ChangeOptions, HoldsCommand, KeysCommand};
 use self::output::{OutputArgument, format_parser};
 use self::target::{FleetTarget, GLOBAL, Target};
 use self::times::time_in;
+use crate::complete;
 use crate::debug::args::DebugCommand;
+use crate::guest::run::{ATTACHER, HOST_DAEMON};
 use crate::trace::args::TraceCommand;
 
 const EXIT_CODES: &str = "\
@@ -106,7 +108,7 @@ pub enum Command {
     #[command(disable_help_flag = true)]
     Attach {
         /// Arguments of patchbay-attach, for example process PID.
-        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, add = complete::arguments(ATTACHER, "attach", false))]
         arguments: Vec<std::ffi::OsString>,
     },
     /// Show static keys and flip them.
@@ -136,19 +138,19 @@ pub enum Command {
     /// Check and try a policy file: `policy check`, `policy can`; runs patchbayd.
     #[command(disable_help_flag = true)]
     Policy {
-        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, add = complete::arguments(HOST_DAEMON, "policy", true))]
         arguments: Vec<std::ffi::OsString>,
     },
     /// Read the host's audit log: `audit show`, `audit verify`, `audit export`; runs patchbayd.
     #[command(disable_help_flag = true)]
     Audit {
-        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, add = complete::arguments(HOST_DAEMON, "audit", true))]
         arguments: Vec<std::ffi::OsString>,
     },
     /// Make certificates for development: `certs init`, `certs issue`; runs patchbayd.
     #[command(disable_help_flag = true)]
     Certs {
-        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, add = complete::arguments(HOST_DAEMON, "certs", true))]
         arguments: Vec<std::ffi::OsString>,
     },
     /// Print a completion script for a shell.

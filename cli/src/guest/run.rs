@@ -17,9 +17,9 @@ use crate::failure::Failure;
 use crate::names::is_glob;
 use crate::print::write;
 
-const MONITOR: &str = "patchbay-vmm";
-const ATTACHER: &str = "patchbay-attach";
-const HOST_DAEMON: &str = "patchbayd";
+pub const MONITOR: &str = "patchbay-vmm";
+pub const ATTACHER: &str = "patchbay-attach";
+pub const HOST_DAEMON: &str = "patchbayd";
 /// The command as typed, for the usage messages of the other programs.
 const AS_MONITOR: &str = "patchbay guest run";
 const AS_ATTACHER: &str = "patchbay attach";
@@ -130,7 +130,7 @@ fn take_name(arguments: &mut Vec<OsString>) -> Option<String> {
 }
 
 /// Returns the path of a program next to this one, or its name, to be found on PATH.
-fn program(name: &str) -> PathBuf {
+pub fn program(name: &str) -> PathBuf {
     std::env::current_exe()
         .ok()
         .map(|program| program.with_file_name(name))

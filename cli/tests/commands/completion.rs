@@ -67,6 +67,61 @@ fn names_of_guests_keys_and_holds_are_completed() {
     assert_eq!(candidates(&lab, &["keys", "get", "b"]), ["beta"]);
 }
 
+#[test]
+fn owners_and_the_wants_of_claims_are_completed() {
+    let lab = Lab::new();
+    lab.ok(&["keys", "claim", "set", "canary", "alpha=on", "beta=on"]);
+    let of = |words: &[&str]| candidates(&lab, &[&["keys"], words].concat());
+    assert_eq!(of(&["claim", "set", ""]), ["canary"]);
+    assert_eq!(of(&["claim", "clear", "c"]), ["canary"]);
+    assert_eq!(of(&["claims", "--owner", "c"]), ["canary"]);
+    assert_eq!(of(&["claim", "set", "canary", "al"]), ["alpha="]);
+    let states = ["alpha=on", "alpha=off"];
+    assert_eq!(of(&["claim", "set", "canary", "alpha=o"]), states);
+    // Bash splits the word at `=`.
+    let split = ["claim", "set", "canary", "alpha", "=", "h"];
+    assert_eq!(of(&split), ["held"]);
+}
+
+/// Checks that the program that a command becomes gets the words to complete. It is replaced by
+/// echo here, so its only candidate is the words.
+#[test]
+fn arguments_of_other_programs_are_completed_by_these() {
+    let lab = Lab::new();
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("temporary folder");
+    let alone = folder.path().join("patchbay");
+    std::fs::hard_link(env!("CARGO_BIN_EXE_patchbay"), &alone).expect("linked");
+    for (program, words, passed) in [
+        (
+            "patchbay-attach",
+            &["attach", "process", "--mem"][..],
+            "process --mem",
+        ),
+        ("patchbay-attach", &["attach", "--all", "--r"], "--all --r"),
+        ("patchbay-vmm", &["guest", "run", "--ker"], "--ker"),
+        ("patchbayd", &["audit", "sho"], "audit sho"),
+        ("patchbayd", &["policy", "can", ""], "policy can "),
+    ] {
+        let link = lab.folder().join(program);
+        let _ = std::fs::remove_file(&link);
+        std::os::unix::fs::symlink("/bin/echo", link).expect("writable");
+        let output = std::process::Command::new(&alone)
+            .args(["--", "patchbay"])
+            .args(words)
+            .env("PATCHBAY_COMPLETE", "bash")
+            .env("_CLAP_COMPLETE_INDEX", words.len().to_string())
+            .env("_CLAP_IFS", "\n")
+            .env("PATH", lab.folder())
+            .output();
+        let text = String::from_utf8(output.expect("starts").stdout).expect("text");
+        let expected = format!("-- {program} {passed}");
+        assert!(
+            text.lines().any(|line| line == expected),
+            "{words:?}: {text}"
+        );
+    }
+}
+
 /// Checks that a fault yields no candidates, so that the operator's command line stays unchanged.
 #[test]
 fn nobody_there_completes_to_nothing() {
