@@ -5,12 +5,13 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Parser, ValueEnum};
 use patchbay_service::trace::BootEvents;
 use patchbay_vmm::boot::{BootProtocol, DeviceDiscovery, LinuxBoot};
 use patchbay_vmm::devices::ConsoleOutput;
 use patchbay_vmm::devices::virtio::{
-    CID_MIN, DiskConfig, DiskLimits, Rate, VirtioConfig, VsockConfig,
+    CID_MIN, DISKS_MAX, DiskConfig, DiskLimits, Rate, VirtioConfig, VirtioError, VsockConfig,
 };
 use patchbay_vmm::jail::Files;
 use patchbay_vmm::seccomp::SeccompLevel;
@@ -68,7 +69,7 @@ pub struct Args {
     pub console: Console,
 
     /// Name of the guest in the API.
-    #[arg(long, default_value = "default")]
+    #[arg(long, default_value = "default", value_parser = NonEmptyStringValueParser::new())]
     pub name: String,
 
     /// Serve the API on this unix socket.
@@ -146,6 +147,17 @@ pub struct Args {
 }
 
 impl Args {
+    /// Checks what the parser of single options cannot check, without reading a file.
+    ///
+    /// # Errors
+    /// The reason why the command line is invalid.
+    pub fn check(&self) -> Result<(), String> {
+        if self.disk.len() > DISKS_MAX {
+            return Err(VirtioError::TooManyDisks(self.disk.len()).to_string());
+        }
+        self.linux_boot().map(|_| ())
+    }
+
     /// Returns the files that the monitor opens for these arguments.
     pub fn files(&self) -> Files {
         let mut files = Files::default();
@@ -274,9 +286,10 @@ impl FromStr for Console {
 fn parse_vsock(text: &str) -> Result<VsockConfig, String> {
     let (path, cid) = match text.rsplit_once(",cid=") {
         Some((path, cid)) => {
-            let cid = cid
-                .parse()
-                .map_err(|_| "use cid=N with a number from 3 to 4294967294")?;
+            // The CIDs 0 to 2 are reserved, and the last one is VMADDR_CID_ANY.
+            let cid = cid.parse().ok();
+            let cid = cid.filter(|cid| (CID_MIN..u32::MAX).contains(cid));
+            let cid = cid.ok_or("use cid=N with a number from 3 to 4294967294")?;
             (path, cid)
         }
         None => (text, CID_MIN),
@@ -401,6 +414,8 @@ mod tests {
             "v,cid=",
             "v,cid=x",
             "v,cid=-1",
+            "v,cid=2",
+            "v,cid=4294967295",
             "v,cid=4294967296",
         ] {
             assert!(parse_vsock(wrong).is_err(), "{wrong}");

@@ -51,6 +51,10 @@ const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
 fn main() -> ExitCode {
     MANUAL.answer_if_asked();
     let args = Args::parse();
+    if let Err(why) = args.check() {
+        messages::say_last(&why);
+        return ExitCode::from(USAGE);
+    }
     tracing_subscriber::fmt()
         .with_env_filter(
             tracing_subscriber::EnvFilter::try_from_env("PATCHBAY_LOG")
@@ -78,6 +82,9 @@ fn main() -> ExitCode {
         }
     }
 }
+
+/// The exit code for an invalid command line, which is that of clap.
+const USAGE: u8 = 2;
 
 /// Signals that the monitor handles. All of them except SIGHUP end the monitor and the guest.
 const SIGNALS: [libc::c_int; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGQUIT, libc::SIGHUP];

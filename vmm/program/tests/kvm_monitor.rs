@@ -69,6 +69,31 @@ fn a_file_that_does_not_exist_is_reported_once() {
     }
 }
 
+/// Checks refusals that need neither KVM nor a file.
+#[test]
+fn an_invalid_command_line_ends_with_2_and_makes_no_file() {
+    let case = Case::new(QUIET);
+    for (arguments, said) in [
+        (&["--disk=d"; 5][..], "5 disks are more than"),
+        (&["--vsock=v,cid=2"], "cid=N"),
+        (&["--name="], "--name"),
+        (&["--from=s"], "--from"),
+        (&["--memory=1M"], "--memory"),
+        (&["--vcpus=0"], "--vcpus"),
+        (
+            &["--trace-events=a:b", "--cmdline=trace_event=c:d"],
+            "--trace-events",
+        ),
+    ] {
+        let mut command = case.program(&["--api-socket=api"]);
+        let output = command.args(arguments).output().unwrap();
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {message}");
+        assert!(message.contains(said), "{arguments:?}: {message}");
+        assert!(!case.path("api").exists(), "{arguments:?}");
+    }
+}
+
 #[test]
 fn a_second_monitor_leaves_the_first_ones_sockets_alone() {
     let _watchdog = watchdog(60);
