@@ -44,9 +44,21 @@ pub enum JailError {
     #[error(
         "the kernel refuses a resource limit or PR_SET_NO_NEW_PRIVS ({0}); run with --jail off and report it"
     )]
-    Limits(#[from] rustix::io::Errno),
+    Limits(rustix::io::Errno),
     #[error("the kernel refuses the Landlock rules ({0}); run with --jail off and report it")]
-    Landlock(#[from] RulesetError),
+    Landlock(RulesetError),
+}
+
+impl From<rustix::io::Errno> for JailError {
+    fn from(error: rustix::io::Errno) -> Self {
+        Self::Limits(error)
+    }
+}
+
+impl From<RulesetError> for JailError {
+    fn from(error: RulesetError) -> Self {
+        Self::Landlock(error)
+    }
 }
 
 /// Files and directories that the monitor needs.

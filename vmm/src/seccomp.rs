@@ -72,11 +72,23 @@ pub enum ThreadKind {
 #[allow(missing_docs, reason = "the message names the fields")]
 pub enum SeccompError {
     #[error("the system call filter cannot be built ({0}); run with --jail off and report it")]
-    Build(#[from] seccompiler::BackendError),
+    Build(seccompiler::BackendError),
     #[error(
         "the kernel refuses the system call filter ({0}); it needs CONFIG_SECCOMP_FILTER, or run with --jail off"
     )]
-    Apply(#[from] seccompiler::Error),
+    Apply(seccompiler::Error),
+}
+
+impl From<seccompiler::BackendError> for SeccompError {
+    fn from(error: seccompiler::BackendError) -> Self {
+        Self::Build(error)
+    }
+}
+
+impl From<seccompiler::Error> for SeccompError {
+    fn from(error: seccompiler::Error) -> Self {
+        Self::Apply(error)
+    }
 }
 
 static LEVEL: OnceLock<SeccompLevel> = OnceLock::new();

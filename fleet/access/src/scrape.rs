@@ -72,7 +72,7 @@ pub enum ScrapeError {
     #[error(transparent)]
     Listen(#[from] ListenError),
     /// The operating system refused the socket.
-    #[error("metrics cannot be served: {0}")]
+    #[error("metrics cannot be served")]
     Start(#[from] io::Error),
 }
 

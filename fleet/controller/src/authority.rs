@@ -50,11 +50,11 @@ pub enum Refused {
     /// Approvals are missing.
     #[error("{0}")]
     Unapproved(String),
-    #[error("{0}")]
+    #[error(transparent)]
     NotLegal(#[from] NotLegal),
     #[error("the audit log cannot be written, so the command is not carried out: {0}")]
     Audit(String),
-    #[error("{0}")]
+    #[error(transparent)]
     NoAnswer(#[from] NoAnswer),
 }
 

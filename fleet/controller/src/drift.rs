@@ -54,9 +54,9 @@ pub struct Report {
 
 #[derive(Debug, thiserror::Error)]
 pub enum DriftError {
-    #[error("{0}")]
+    #[error(transparent)]
     NotLegal(#[from] NotLegal),
-    #[error("{0}")]
+    #[error(transparent)]
     Refused(#[from] Refused),
 }
 

@@ -64,14 +64,14 @@ type DeleteReply = oneshot::Sender<Result<PathBuf, NotDeleted>>;
 /// The reason why a rollout is not deleted.
 #[derive(Debug, thiserror::Error)]
 pub enum NotDeleted {
-    #[error("{0}")]
+    #[error(transparent)]
     NotLegal(#[from] NotLegal),
     #[error("rollout {rollout} is not deleted: {why}")]
     NotArchived { rollout: String, why: NotArchived },
     #[error("no rollout {0} is out of service any more; `rollout list` names them")]
     InService(String),
     /// The store does not let this replica lead any more.
-    #[error("{0}")]
+    #[error(transparent)]
     Store(#[from] StoreError),
 }
 

@@ -18,7 +18,7 @@ pub enum Forbidden {
 #[derive(Debug, thiserror::Error)]
 pub enum NotTrusted {
     #[error("it cannot be read: {0}")]
-    Read(#[from] io::Error),
+    Read(io::Error),
     #[error("it is not a regular file")]
     NoFile,
     #[error("it is not a folder")]
@@ -34,6 +34,12 @@ pub enum NotTrusted {
     Writable { mode: u32 },
     #[error("it has mode {mode:04o}, so users other than its owner have access; run `chmod go=`")]
     Accessible { mode: u32 },
+}
+
+impl From<io::Error> for NotTrusted {
+    fn from(error: io::Error) -> Self {
+        Self::Read(error)
+    }
 }
 
 /// Reads a file of at most this many bytes.

@@ -115,13 +115,13 @@ pub enum ServeError {
     #[error(transparent)]
     Registry(#[from] RegisterError),
     /// The operating system's error.
-    #[error("the service cannot be started: {0}")]
+    #[error("the service cannot be started")]
     Start(#[from] io::Error),
     /// The interface's compiled-in description is invalid.
     #[error("the interface's description cannot be used: {0}")]
     Description(String),
     /// HTTP/2 failed.
-    #[error("the service failed: {0}")]
+    #[error("the service failed")]
     Transport(#[from] tonic::transport::Error),
 }
 

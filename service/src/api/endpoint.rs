@@ -40,10 +40,10 @@ const DRAIN_TIME: Duration = Duration::from_secs(2);
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// The socket cannot be registered with the runtime.
-    #[error("the API socket cannot be served: {0}")]
+    #[error("the API socket cannot be served")]
     Socket(#[from] std::io::Error),
     /// An HTTP/2 error.
-    #[error("the API service failed: {0}")]
+    #[error("the API service failed")]
     Transport(#[from] tonic::transport::Error),
     /// The socket of the guest's agent cannot be registered with the runtime.
     #[error("the agent's socket cannot be served: {0}")]
@@ -52,7 +52,7 @@ pub enum ServeError {
     #[error(transparent)]
     Guest(#[from] AddError),
     /// The embedded descriptors are invalid.
-    #[error("the reflection service cannot be built: {0}")]
+    #[error("the reflection service cannot be built")]
     Reflection(#[from] tonic_reflection::server::Error),
 }
 

@@ -123,7 +123,13 @@ pub enum BootError {
     },
     /// Cannot happen at the minimum memory size, which has room for all boot structures.
     #[error("a boot structure does not fit into the guest's memory: {0}; increase --memory")]
-    Structure(#[from] OutsideMemory),
+    Structure(OutsideMemory),
+}
+
+impl From<OutsideMemory> for BootError {
+    fn from(error: OutsideMemory) -> Self {
+        Self::Structure(error)
+    }
 }
 
 /// Registers and mode of the boot vCPU at its first instruction.

@@ -61,7 +61,13 @@ pub enum ConsoleError {
     )]
     File { path: PathBuf, error: io::Error },
     #[error("the console cannot be set up ({0}); raise the limits on threads and open files")]
-    Host(#[from] io::Error),
+    Host(io::Error),
+}
+
+impl From<io::Error> for ConsoleError {
+    fn from(error: io::Error) -> Self {
+        Self::Host(error)
+    }
 }
 
 #[derive(Default)]

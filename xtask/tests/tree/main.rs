@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Checks the files of the repository: its comments, and what its documents name.
+//! Checks the files of the repository: its comments, its errors, and what its documents name.
 
 mod comments;
 mod documents;
+mod errors;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -72,7 +72,7 @@ pub enum PolicyError {
     },
     /// The text is not YAML, or a field is unknown or missing. The message names line and column.
     #[error("the policy is malformed: {0}")]
-    Malformed(#[from] serde_yaml_ng::Error),
+    Malformed(serde_yaml_ng::Error),
     /// The policy has no rule, so no principal could do anything.
     #[error("the policy has no rule; write at least one for an admin")]
     NoRules,
@@ -224,7 +224,7 @@ impl Policy {
     /// # Errors
     /// [`PolicyError`].
     pub fn parse(text: &str) -> Result<Self, PolicyError> {
-        let file: PolicyFile = serde_yaml_ng::from_str(text)?;
+        let file: PolicyFile = serde_yaml_ng::from_str(text).map_err(PolicyError::Malformed)?;
         if file.rules.is_empty() {
             return Err(PolicyError::NoRules);
         }

@@ -20,7 +20,7 @@ use crate::store::{StoreError, commit_all};
 /// The reason why a plan is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
-    #[error("{0}")]
+    #[error(transparent)]
     Spec(#[from] SpecError),
     /// The policy does not allow the planner to change these guests and keys. The reason may name
     /// guests that the planner may not see.
@@ -54,11 +54,11 @@ pub enum PlanError {
     KeysUnknown { name: String, why: String },
     #[error("the spec selects no guest that can be changed: {0}")]
     Nothing(String),
-    #[error("{0}")]
+    #[error(transparent)]
     Gate(#[from] NotUsable),
-    #[error("{0}")]
+    #[error(transparent)]
     TooLarge(#[from] TooLarge),
-    #[error("{0}")]
+    #[error(transparent)]
     Store(#[from] StoreError),
     #[error("{0}")]
     Audit(Refused),

@@ -11,7 +11,7 @@ use crate::spec::{Spec, SpecError};
 /// The reason why a spec cannot be compared with a rollout.
 #[derive(Debug, thiserror::Error)]
 pub enum DiffError {
-    #[error("{0}")]
+    #[error(transparent)]
     Spec(#[from] SpecError),
     /// The caller may not plan one of the two.
     #[error("{0}")]

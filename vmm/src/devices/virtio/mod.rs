@@ -92,9 +92,15 @@ pub enum VirtioError {
     #[error(
         "the device threads cannot be set up ({0}); raise the limits on threads and open files"
     )]
-    Host(#[from] std::io::Error),
+    Host(std::io::Error),
     #[error("KVM cannot connect a device's interrupt ({0}); use a kernel of 5.10 or later")]
     Interrupt(kvm_ioctls::Error),
+}
+
+impl From<std::io::Error> for VirtioError {
+    fn from(error: std::io::Error) -> Self {
+        Self::Host(error)
+    }
 }
 
 /// Virtio devices of a guest.

@@ -97,12 +97,18 @@ pub enum VsockError {
     #[error("the vsock address {0} is reserved; use a cid from 3 to 4294967294")]
     Cid(u32),
     #[error("the vsock socket: {0}")]
-    Socket(#[from] SocketError),
+    Socket(SocketError),
     #[error("the vsock socket {} cannot be watched: {error}; raise the limit on open files", path.display())]
     Unusable {
         path: PathBuf,
         error: std::io::Error,
     },
+}
+
+impl From<SocketError> for VsockError {
+    fn from(error: SocketError) -> Self {
+        Self::Socket(error)
+    }
 }
 
 /// Identifies a connection by its port on the host and its port in the guest.
