@@ -177,12 +177,16 @@ pub fn default_audit_log() -> PathBuf {
     PathBuf::from("/var/log/patchbayd/audit.jsonl")
 }
 
-/// Runs a command and prints to `out`. Returns `false` if the command succeeded and its answer is
-/// no.
+/// Runs a command, prints its answer to `out` and remarks on it to `remarks`. Returns `false` if
+/// the command succeeded and its answer is no.
 ///
 /// # Errors
 /// The reason why the command failed, with a message for the operator.
-pub fn run(command: &Command, out: &mut dyn Write) -> anyhow::Result<bool> {
+pub fn run(
+    command: &Command,
+    out: &mut dyn Write,
+    remarks: &mut dyn Write,
+) -> anyhow::Result<bool> {
     match command {
         Command::Policy(PolicyCommand::Check { file }) => check(file, out),
         Command::Policy(PolicyCommand::Can {
@@ -195,7 +199,7 @@ pub fn run(command: &Command, out: &mut dyn Write) -> anyhow::Result<bool> {
             let policy = Policy::read(policy)?;
             can(&policy, principal, *op, keys, guests, out)
         }
-        Command::Audit(args) => audit_command(&args.command, &args.log, out),
+        Command::Audit(args) => audit_command(&args.command, &args.log, out, remarks),
         Command::Certs(command) => certs_command(command, out),
     }
 }
@@ -297,11 +301,20 @@ fn is_glob(name: &str) -> bool {
     name.contains(['*', '?', '[']) || name.starts_with('!')
 }
 
-fn audit_command(command: &AuditCommand, log: &Path, out: &mut dyn Write) -> anyhow::Result<bool> {
+fn audit_command(
+    command: &AuditCommand,
+    log: &Path,
+    out: &mut dyn Write,
+    remarks: &mut dyn Write,
+) -> anyhow::Result<bool> {
     let (changes, chain) = audit::changes(log)?;
     match command {
         AuditCommand::Show { limit } => {
             let limit = usize::try_from(*limit)?;
+            if changes.is_empty() {
+                // A closed standard error is no fault of the command.
+                let _ = writeln!(remarks, "patchbay: no entries found in {}", log.display());
+            }
             for change in &changes[changes.len().saturating_sub(limit)..] {
                 writeln!(out, "{}", audit::show(change))?;
             }
@@ -480,8 +493,24 @@ rules:
             (2, &["certs", "issue", "alice", "--folder", &nowhere]),
         ] {
             let line = TestLine::try_parse_from([&["x"], words].concat()).expect("parsed");
-            let error = run(&line.command, &mut vec![]).expect_err("refused");
+            let error = run(&line.command, &mut vec![], &mut vec![]).expect_err("refused");
             assert_eq!(exit_code(&error), code, "{words:?}: {error:#}");
+        }
+    }
+
+    #[test]
+    fn an_empty_audit_log_is_said_to_be_empty() {
+        let log = tempfile::NamedTempFile::new().expect("a file");
+        let name = log.path().display().to_string();
+        for (verb, expected) in [
+            ("show", format!("patchbay: no entries found in {name}\n")),
+            ("export", String::new()),
+        ] {
+            let line = TestLine::try_parse_from(["x", "audit", "--log", &name, verb]);
+            let (mut out, mut said) = (vec![], vec![]);
+            let done = run(&line.expect("parsed").command, &mut out, &mut said);
+            assert!(done.expect("read") && out.is_empty(), "{verb}");
+            assert_eq!(String::from_utf8_lossy(&said), expected, "{verb}");
         }
     }
 

@@ -161,7 +161,11 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let cli_command = cli.command.is_some();
     let done = match &cli.command {
-        Some(command) => run(command, &mut std::io::stdout().lock()),
+        Some(command) => run(
+            command,
+            &mut std::io::stdout().lock(),
+            &mut std::io::stderr(),
+        ),
         None => start(cli.serve).map(|()| true),
     };
     match done {
