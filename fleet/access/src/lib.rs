@@ -11,6 +11,7 @@ pub mod assertion;
 pub mod audit;
 pub mod certs;
 pub mod connect;
+pub mod folders;
 pub mod identity;
 pub mod listen;
 pub mod policy;

@@ -14,6 +14,7 @@ use anyhow::{Context, bail};
 use clap::{Args, CommandFactory, Parser, ValueEnum};
 use patchbay_access::audit::{Audit, AuditLog};
 use patchbay_access::connect::is_address;
+use patchbay_access::folders::create_folder_of;
 use patchbay_access::listen::client_cas::ClientCas;
 use patchbay_access::listen::tls::{Tls, TlsFiles};
 use patchbay_access::policy::LivePolicy;
@@ -310,10 +311,7 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     };
     let page = page(&arguments, &people, Arc::clone(&controller)).await?;
     let metrics = scrape(arguments.metrics.as_ref(), Arc::clone(&controller)).await?;
-    if let Some(folder) = arguments.socket.parent() {
-        std::fs::create_dir_all(folder)
-            .with_context(|| format!("folder {} cannot be created", folder.display()))?;
-    }
+    create_folder_of(&arguments.socket)?;
     let socket = ListeningSocket::bind_with_mode(&arguments.socket, arguments.socket_mode)?;
     let (drain, drained) = oneshot::channel::<()>();
     let serving = api::serve(Arc::clone(&controller), &socket, tcp, async {

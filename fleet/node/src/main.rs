@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::{Args, CommandFactory, Parser, ValueEnum};
+use patchbay_access::folders::create_folder_of;
 use patchbay_access::listen::DEFAULT_STREAM_AGE;
 use patchbay_access::listen::client_cas::ClientCas;
 use patchbay_access::listen::tls::TlsFiles;
@@ -232,13 +233,7 @@ fn config(args: ServeArgs) -> anyhow::Result<Config> {
         None => default_socket()?,
     };
     for path in [&socket, &args.audit_log] {
-        if let Some(folder) = path
-            .parent()
-            .filter(|folder| !folder.as_os_str().is_empty())
-        {
-            std::fs::create_dir_all(folder)
-                .with_context(|| format!("folder {} cannot be created", folder.display()))?;
-        }
+        create_folder_of(path)?;
     }
     if args.listen.is_some() == args.clients.is_empty() {
         anyhow::bail!(
