@@ -171,7 +171,7 @@ impl Controller {
             command.arg(format!("--host=host-{rack}={socket},rack={rack}"));
         }
         let process = command
-            .env("RUST_LOG", "warn")
+            .env("PATCHBAY_LOG", "warn")
             .stdin(Stdio::null())
             .kill_on_drop(true)
             .spawn()

@@ -114,7 +114,7 @@ struct Arguments {
     /// Serve Prometheus metrics on a loopback address or a unix socket
     #[arg(long, value_name = "127.0.0.1:PORT|unix:PATH")]
     metrics: Option<MetricsAddress>,
-    /// Format of log lines on standard error; RUST_LOG filters them
+    /// Format of log lines on standard error; PATCHBAY_LOG filters them
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     log_format: LogFormat,
     /// The controller's certificate for hosts that are reached over TCP, PEM
@@ -386,7 +386,7 @@ fn advertised(arguments: &Arguments, bound: SocketAddr) -> anyhow::Result<String
 }
 
 fn start_log(format: LogFormat) {
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env();
+    let filter = tracing_subscriber::EnvFilter::try_from_env("PATCHBAY_LOG");
     let filter = filter.unwrap_or_else(|_| "info".into());
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
