@@ -94,7 +94,7 @@ pub enum RolloutCommand {
         #[arg(add = complete::rollouts())]
         rollout: String,
     },
-    /// Give up a guest that is being changed, not yet as wanted, or being released. The rollout
+    /// Give up a guest that is or may be changed, not yet as wanted, or being released. The rollout
     /// does not wait for the guest any more, and sends it nothing. The guest may keep the change.
     Forget {
         #[arg(add = complete::rollouts())]

@@ -286,4 +286,11 @@ fn explain_pending(rollout: &Rollout, index: usize, now: Millis, reasons: &mut V
         let seconds = (freeze.until - now).div_ceil(1000);
         reasons.push(format!("a freeze ends in {seconds} s: {}", freeze.reason));
     }
+    if rollout.members()[index].may_be_changed() {
+        reasons.push(
+            "an earlier call may have changed it; an undo asks for its release, and `rollout \
+             forget` gives it up"
+                .to_owned(),
+        );
+    }
 }

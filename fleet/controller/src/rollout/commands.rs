@@ -220,17 +220,15 @@ impl Rollout {
     /// Gives up a guest. Nothing is sent to it any more.
     ///
     /// # Errors
-    /// [`NotLegal`] unless the guest is being changed, not yet as wanted, being released or already
-    /// forgotten.
+    /// [`NotLegal`] unless the guest may have claims, is not yet as wanted or already forgotten.
     pub fn forget(&mut self, index: usize, principal: &str, now: Millis) -> Result<(), NotLegal> {
         let member = &self.members[index];
         let name = format!("{} on {}", member.guest, member.host);
         match member.state {
             State::Forgotten => return Ok(()),
-            State::Claiming { .. }
-            | State::AsWanted { .. }
-            | State::NotYet { .. }
-            | State::Releasing { .. } => {}
+            // Claims may never have been sent to it.
+            State::NotYet { .. } => {}
+            _ if member.may_be_changed() => {}
             _ => return Err(NotLegal::Forget { guest: name }),
         }
         self.raise(index);

@@ -21,7 +21,7 @@
 //!                            NotYet ◀──── booted again     │
 //!                               └──────── abort, undo ─────┘
 //!
-//!  in any of Claiming, NotYet and Releasing:  forget ──▶ Forgotten
+//!  NotYet, and any state in which the guest may have claims:  forget ──▶ Forgotten
 //! ```
 //!
 //! A rollout is an owner of claims (`patchbay.v1.SetClaims`). It sends a guest the whole set that

@@ -188,6 +188,36 @@ fn a_guest_that_refuses_a_generation_is_not_changed_in_a_pause_or_freeze() {
     }
 }
 
+/// Checks that a guest which waits for another attempt is given up like one that is being changed,
+/// and that a guest to which nothing was sent is not.
+#[test]
+fn a_guest_that_waits_for_another_attempt_can_be_given_up_in_a_pause() {
+    let booted = ClaimOutcome::Booted {
+        boot: "boot-2".to_owned(),
+    };
+    for refusal in [ClaimOutcome::Stale { seen: 7 }, booted] {
+        let mut rollout = started(&[1, 1], Policy::default());
+        assert_eq!(claims(&rollout.step(0)), [0]);
+        rollout.pause("alice", 0).expect("runs");
+        claimed(&mut rollout, 0, refusal, 0);
+        assert_eq!(rollout.members()[0].state, State::Pending);
+        let reasons = |index| crate::view::explain(&rollout, index, 0).join("; ");
+        assert!(reasons(0).contains("rollout forget"), "{}", reasons(0));
+        assert!(!reasons(1).contains("rollout forget"), "{}", reasons(1));
+        let generation = rollout.members()[0].generation;
+        rollout.forget(0, "alice", 0).expect("it may have claims");
+        assert_eq!(rollout.members()[0].state, State::Forgotten);
+        assert!(rollout.members()[0].generation > generation);
+        rollout.resume("alice", 0).expect("paused");
+        assert_eq!(claims(&rollout.step(MAX_BACKOFF)), [] as [usize; 0]);
+        let refused = rollout.forget(1, "alice", 0).expect_err("nothing was sent");
+        assert!(matches!(refused, NotLegal::Forget { .. }), "{refused}");
+        rollout.undo("alice", MAX_BACKOFF);
+        rollout.step(MAX_BACKOFF);
+        assert_eq!(rollout.header().phase, Phase::Ended(End::Undone));
+    }
+}
+
 #[test]
 fn what_failed_is_tried_again_for_ever_and_resume_waits_for_it() {
     let mut rollout = started(&[2, 1], Policy::default());
