@@ -50,7 +50,7 @@ pub async fn deliver(leadership: &Leadership, webhooks: &[Webhook], metrics: &Me
 
 async fn deliver_to(leadership: &Leadership, webhook: &Webhook, metrics: &Metrics) {
     let mut changes = leadership.changes();
-    let mut delay = BACKOFF;
+    let (mut delay, mut files) = (BACKOFF, send::Files::default());
     loop {
         changes.mark_unchanged();
         let Some((running, due)) = oldest(&leadership.rollouts(), &webhook.name, now()) else {
@@ -60,7 +60,7 @@ async fn deliver_to(leadership: &Leadership, webhook: &Webhook, metrics: &Metric
             }
             continue;
         };
-        let sent = send::send(webhook, &due.id, &due.body, now()).await;
+        let sent = send::send(webhook, &mut files, &due.id, &due.body, now()).await;
         match sent {
             Ok(()) => delay = BACKOFF,
             Err(why) => {

@@ -15,7 +15,7 @@ use hyper_util::rt::TokioIo;
 use ring::hmac;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinHandle, JoinSet};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::crypto::ring::default_provider;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
@@ -29,13 +29,50 @@ use crate::trusted::{self, Forbidden};
 /// The maximum size of a file with CAs.
 const MAX_CA_BYTES: u64 = 4 << 20;
 
+/// The files of a webhook, as they are read for an attempt.
+pub type Files = OneAtATime<Result<(Vec<u8>, Option<TlsConnector>), String>>;
+
+/// Runs blocking work on a thread, one piece at a time. Work that hangs keeps its thread after its
+/// caller has given up, and further threads would keep the embedded store from getting any. So the
+/// next work waits until the one before has ended.
+pub struct OneAtATime<T>(Option<JoinHandle<T>>);
+
+impl<T> Default for OneAtATime<T> {
+    fn default() -> Self {
+        Self(None)
+    }
+}
+
+impl<T: Send + 'static> OneAtATime<T> {
+    /// Runs the work and returns its result. If the future is dropped, the work continues.
+    ///
+    /// # Errors
+    /// The work panicked, or the runtime ends.
+    pub async fn run(&mut self, work: impl FnOnce() -> T + Send + 'static) -> Result<T, JoinError> {
+        if let Some(earlier) = &mut self.0 {
+            // The files may have been replaced since it began.
+            let _ = earlier.await;
+        }
+        let running = self.0.insert(tokio::task::spawn_blocking(work));
+        let result = running.await;
+        self.0 = None;
+        result
+    }
+}
+
 /// Sends the event once. Only a response with a status of 200 to 299 is a success. Redirects are
 /// not followed.
 ///
 /// # Errors
 /// The reason why the webhook has not accepted the event.
-pub async fn send(webhook: &Webhook, id: &str, body: &str, now: Millis) -> Result<(), String> {
-    let attempt = attempt(webhook, id, body, now);
+pub async fn send(
+    webhook: &Webhook,
+    files: &mut Files,
+    id: &str,
+    body: &str,
+    now: Millis,
+) -> Result<(), String> {
+    let attempt = attempt(webhook, files, id, body, now);
     let sent = match tokio::time::timeout(webhook.timeout, attempt).await {
         Ok(sent) => sent,
         Err(_) => Err(format!(
@@ -46,8 +83,14 @@ pub async fn send(webhook: &Webhook, id: &str, body: &str, now: Millis) -> Resul
     sent.map_err(|why| bounded(&why))
 }
 
-async fn attempt(webhook: &Webhook, id: &str, body: &str, now: Millis) -> Result<(), String> {
-    let (secret, connector) = prepare(webhook).await?;
+async fn attempt(
+    webhook: &Webhook,
+    files: &mut Files,
+    id: &str,
+    body: &str,
+    now: Millis,
+) -> Result<(), String> {
+    let (secret, connector) = prepare(webhook, files).await?;
     let seconds = now / 1000;
     let authority = webhook.url.authority().ok_or("the URL has no host")?;
     let path = webhook.url.path_and_query();
@@ -79,9 +122,12 @@ async fn attempt(webhook: &Webhook, id: &str, body: &str, now: Millis) -> Result
 
 /// Returns the secret, and what makes TLS connections if the URL needs them. The files are not read
 /// by the leader's task, because it also renews the lease.
-async fn prepare(webhook: &Webhook) -> Result<(Vec<u8>, Option<TlsConnector>), String> {
+async fn prepare(
+    webhook: &Webhook,
+    files: &mut Files,
+) -> Result<(Vec<u8>, Option<TlsConnector>), String> {
     let webhook = webhook.clone();
-    let prepared = tokio::task::spawn_blocking(move || {
+    let prepared = files.run(move || {
         let secret = secret(&webhook.secret_file).map_err(|error| error.to_string())?;
         let is_tls = webhook.url.scheme_str() == Some("https");
         let connector = is_tls.then(|| connector(&webhook)).transpose()?;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests the configuration, the signature, and the choice of the next event.
 
+use futures_util::FutureExt;
+
 use super::config::{ConfigError, read};
 use super::*;
 use crate::rollout::Phase;
@@ -118,6 +120,34 @@ fn the_signature_is_that_of_standard_webhooks() {
         "{\"test\": 2432232314}",
     );
     assert_eq!(signature, "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE=");
+}
+
+/// Checks that attempts whose file hangs use one thread, and that the attempt after them reads the
+/// file again.
+#[test]
+fn attempts_at_a_file_that_hangs_do_not_add_threads() {
+    // With one thread, all work that was started has ended before the last one begins.
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    let runtime = runtime.max_blocking_threads(1).build().expect("a runtime");
+    let (returns, hangs) = std::sync::mpsc::channel::<()>();
+    let mut hangs = Some(hangs);
+    let (ran, runs) = std::sync::mpsc::channel();
+    let mut files = send::OneAtATime::default();
+    runtime.block_on(async {
+        for attempt in 0..4 {
+            let (ran, hangs) = (ran.clone(), hangs.take());
+            let read = files.run(move || {
+                let _ = hangs.map(|hangs| hangs.recv());
+                let _ = ran.send(attempt);
+                attempt
+            });
+            assert!(read.now_or_never().is_none(), "{attempt}");
+        }
+        returns.send(()).expect("it waits");
+        let last = files.run(move || 9).await;
+        assert_eq!(last.expect("no panic"), 9);
+        assert_eq!(runs.try_iter().collect::<Vec<_>>(), [0]);
+    });
 }
 
 fn header(entries: &[(u64, Event)]) -> Header {
