@@ -11,12 +11,14 @@ mod send;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
 use patchbay_access::addresses::hide_in_string;
 use serde_json::json;
+use tokio::task::JoinSet;
 
 pub use self::config::{ConfigError, Webhook, read};
 use crate::clock::timestamp;
@@ -30,6 +32,8 @@ const MAX_AGE: Millis = 24 * 3_600_000;
 /// The delay after the first failure. It doubles with each further one.
 const BACKOFF: Duration = Duration::from_secs(1);
 const MAX_BACKOFF: Duration = Duration::from_secs(300);
+/// The time after which events of other rollouts do not wait for a runner's answer any more.
+const ANSWER_WAIT: Duration = Duration::from_secs(2);
 
 /// An event that a webhook has not accepted yet.
 pub struct Due {
@@ -39,6 +43,55 @@ pub struct Due {
     pub body: String,
     /// The number of earlier entries that the timeline has dropped.
     dropped: u64,
+}
+
+/// The commands to runners that have no answer yet. A runner gives none while the file system of
+/// the archive hangs, which must not delay the events of other rollouts.
+#[derive(Default)]
+struct Unanswered {
+    commands: JoinSet<String>,
+    rollouts: BTreeSet<String>,
+}
+
+impl Unanswered {
+    /// Stores in the rollout that the webhook has accepted the entry with this number.
+    fn send(&mut self, running: Arc<Running>, webhook: &str, number: u64) {
+        let webhook = webhook.to_owned();
+        let name = running.rollout().header().name.clone();
+        self.rollouts.insert(name.clone());
+        self.commands.spawn(async move {
+            let command = Command::Delivered { webhook, number };
+            // If the rollout has been deleted meanwhile, nothing needs to be stored.
+            let _ = running.command(command, "").await;
+            name
+        });
+    }
+
+    /// Waits for the next answer. Never ends if no command is open.
+    async fn next(&mut self) {
+        match self.commands.join_next().await {
+            Some(Ok(name)) => _ = self.rollouts.remove(&name),
+            // A command does not panic.
+            Some(Err(_)) => {}
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Waits for the answers, for a limited time.
+    async fn settle(&mut self) {
+        let answers = async {
+            while !self.commands.is_empty() {
+                self.next().await;
+            }
+        };
+        let _ = tokio::time::timeout(ANSWER_WAIT, answers).await;
+    }
+
+    /// Returns the rollouts without those that have not stored the acceptance of an earlier event.
+    fn others(&self, mut rollouts: Vec<Arc<Running>>) -> Vec<Arc<Running>> {
+        rollouts.retain(|running| !self.rollouts.contains(&running.rollout().header().name));
+        rollouts
+    }
 }
 
 /// Delivers the events of the leader's rollouts. This never ends.
@@ -51,12 +104,18 @@ pub async fn deliver(leadership: &Leadership, webhooks: &[Webhook], metrics: &Me
 async fn deliver_to(leadership: &Leadership, webhook: &Webhook, metrics: &Metrics) {
     let mut changes = leadership.changes();
     let (mut delay, mut files) = (BACKOFF, send::Files::default());
+    let mut unanswered = Unanswered::default();
     loop {
+        unanswered.settle().await;
         changes.mark_unchanged();
-        let Some((running, due)) = oldest(&leadership.rollouts(), &webhook.name, now()) else {
-            // The sender is dropped when the leader's term ends.
-            if changes.changed().await.is_err() {
-                return;
+        let rollouts = unanswered.others(leadership.rollouts());
+        let Some((running, due)) = oldest(&rollouts, &webhook.name, now()) else {
+            tokio::select! {
+                // The sender is dropped when the leader's term ends.
+                changed = changes.changed() => if changed.is_err() {
+                    return;
+                },
+                () = unanswered.next() => {}
             }
             continue;
         };
@@ -65,7 +124,7 @@ async fn deliver_to(leadership: &Leadership, webhook: &Webhook, metrics: &Metric
             Ok(()) => delay = BACKOFF,
             Err(why) => {
                 metrics.webhook_failed();
-                mark_tried(leadership, &webhook.name).await;
+                mark_tried(leadership, &webhook.name, &mut unanswered);
                 let (name, id, age) = (&webhook.name, &due.id, now().saturating_sub(due.time));
                 if age < MAX_AGE {
                     tracing::warn!(webhook = name, id, "an event is not delivered yet: {why}");
@@ -83,27 +142,18 @@ async fn deliver_to(leadership: &Leadership, webhook: &Webhook, metrics: &Metric
             }
         }
         metrics.webhook_lost(due.dropped);
-        let command = Command::Delivered {
-            webhook: webhook.name.clone(),
-            number: due.number,
-        };
-        // If the rollout has been deleted meanwhile, nothing needs to be stored.
-        let _ = running.command(command, "").await;
+        unanswered.send(running, &webhook.name, due.number);
     }
 }
 
 /// Stores that the webhook is tried with the events of all rollouts, so that from now on those that
 /// are given up or dropped before it accepts any are counted as lost.
-async fn mark_tried(leadership: &Leadership, webhook: &str) {
-    for running in leadership.rollouts() {
+fn mark_tried(leadership: &Leadership, webhook: &str, unanswered: &mut Unanswered) {
+    for running in unanswered.others(leadership.rollouts()) {
         let saved = running.saved_entries();
         let number = before_first(running.rollout().header(), webhook, saved, now());
         if let Some(number) = number {
-            let webhook = webhook.to_owned();
-            // If the rollout has been deleted meanwhile, nothing needs to be stored.
-            let _ = running
-                .command(Command::Delivered { webhook, number }, "")
-                .await;
+            unanswered.send(running, webhook, number);
         }
     }
 }

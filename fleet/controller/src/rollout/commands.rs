@@ -199,9 +199,10 @@ impl Rollout {
     }
 
     /// Records that a webhook has accepted the entry with this number and all earlier ones, or
-    /// that delivery of the next one was attempted.
+    /// that delivery of the next one was attempted. The latter may be recorded late.
     pub fn delivered(&mut self, webhook: String, number: u64) {
-        self.header.delivered.insert(webhook, number);
+        let latest = self.header.delivered.entry(webhook).or_default();
+        *latest = number.max(*latest);
         self.run.header_changed = true;
     }
 

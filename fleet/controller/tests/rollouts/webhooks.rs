@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
+use futures_util::FutureExt;
 use http::{HeaderMap, Request, Response};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
@@ -18,7 +19,7 @@ use patchbay_fleet::scrape;
 use patchbay_fleet::webhooks::{Webhook, read};
 use serde_json::Value;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
@@ -30,6 +31,8 @@ use super::support::{Fleet, PATIENCE, Replica, is_over, spec, tell, wait_for};
 
 /// 24 bytes in base64.
 const SECRET: &str = "MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3";
+
+const URL: &str = "http://127.0.0.1:PORT/hook?a=b";
 
 /// A request that a server has received.
 #[derive(Debug)]
@@ -66,9 +69,12 @@ type Script = Arc<Mutex<VecDeque<u16>>>;
 struct Server {
     folder: tempfile::TempDir,
     port: u16,
+    /// The socket before it is served.
+    listener: Option<TcpListener>,
     script: Script,
+    sender: mpsc::UnboundedSender<Got>,
     got: mpsc::UnboundedReceiver<Got>,
-    _tasks: JoinSet<()>,
+    tasks: JoinSet<()>,
 }
 
 impl Server {
@@ -77,13 +83,39 @@ impl Server {
     }
 
     async fn start_with(statuses: &[u16], tls: Option<TlsAcceptor>) -> Self {
+        let mut server = Self::unserved().await;
+        server.script.lock().expect("no panic").extend(statuses);
+        server.serve(tls);
+        server
+    }
+
+    /// Listens, and answers nothing.
+    async fn unserved() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let port = listener.local_addr().expect("an address").port();
-        let script: Script = Arc::new(Mutex::new(statuses.iter().copied().collect()));
         let (sender, got) = mpsc::unbounded_channel();
-        let mut tasks = JoinSet::new();
-        let answers = Arc::clone(&script);
-        tasks.spawn(async move {
+        Self {
+            folder: tempfile::tempdir().expect("temporary folder"),
+            port: listener.local_addr().expect("an address").port(),
+            listener: Some(listener),
+            script: Script::default(),
+            sender,
+            got,
+            tasks: JoinSet::new(),
+        }
+    }
+
+    /// Waits for a connection, and returns it.
+    async fn accept(&self) -> TcpStream {
+        let listener = self.listener.as_ref().expect("it is not served");
+        let accepted = tokio::time::timeout(PATIENCE, listener.accept()).await;
+        accepted.expect("in time").expect("it listens").0
+    }
+
+    /// Answers from now on.
+    fn serve(&mut self, tls: Option<TlsAcceptor>) {
+        let listener = self.listener.take().expect("it is not served");
+        let (answers, sender) = (Arc::clone(&self.script), self.sender.clone());
+        self.tasks.spawn(async move {
             let mut connections = JoinSet::new();
             loop {
                 let (stream, _) = listener.accept().await.expect("it listens");
@@ -101,13 +133,6 @@ impl Server {
                 });
             }
         });
-        Self {
-            folder: tempfile::tempdir().expect("temporary folder"),
-            port,
-            script,
-            got,
-            _tasks: tasks,
-        }
     }
 
     /// Returns the webhook, as the controller's file names it.
@@ -126,7 +151,7 @@ impl Server {
     }
 
     fn plain(&self) -> Vec<Webhook> {
-        self.webhook("http://127.0.0.1:PORT/hook?a=b", "timeout: 2s")
+        self.webhook(URL, "timeout: 2s")
     }
 
     async fn next(&mut self) -> Got {
@@ -286,6 +311,52 @@ async fn an_event_is_repeated_with_the_same_id_until_it_is_accepted() {
         metric(&replica, "patchbay_fleet_webhook_lost_events_total"),
         0
     );
+}
+
+/// Checks that the events of other rollouts are delivered while a runner writes its rollout to a
+/// file system that hangs.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rollout_whose_archive_hangs_does_not_delay_the_events_of_others() {
+    let fleet = Fleet::start(1, 1).await;
+    let first = fleet.start_replica(fleet.config("one"));
+    let text = spec("waves: [{size: rest}]");
+    let running = first.start("net", &text).await;
+    tell(&running, Command::Undo).await;
+    wait_for(&running, is_over).await;
+    drop((running, first));
+
+    let mut server = Server::unserved().await;
+    let replica = fleet.start_delivering(fleet.config("two"), server.webhook(URL, "timeout: 60s"));
+    // While the first attempt has no answer, nothing is stored.
+    let unanswered = server.accept().await;
+    let leads = replica.lead().await;
+    let running = leads.rollout("net").expect("loaded");
+    let entries = fleet.store.range("rollouts/net/").await.expect("read");
+    let newest = entries.entries.iter().map(|entry| entry.modified).max();
+    let archive = fleet.config("two").archive.folder;
+    std::fs::create_dir_all(&archive).expect("room");
+    // The runner opens this file, which blocks until somebody reads it.
+    let pipe = archive.join(format!("net-{}.partial", newest.expect("stored")));
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+    assert!(made.expect("mkfifo starts").success());
+    let mut deleting = std::pin::pin!(running.delete("alice"));
+    let deleted = deleting.as_mut().now_or_never();
+    assert!(deleted.is_none(), "the runner has the request");
+    leads.plan("other", &text, "alice").await.expect("planned");
+
+    // The failure is to be stored in both rollouts.
+    drop(unanswered);
+    server.serve(None);
+    let next = tokio::time::timeout(PATIENCE, server.got.recv()).await;
+    // The runner goes on, so that the test can end.
+    let mut options = std::fs::OpenOptions::new();
+    let reader = options.read(true).write(true).open(&pipe);
+    let deleted = deleting.await.expect("it runs");
+    deleted.expect_err("a pipe is not an archive");
+    drop(reader);
+    let next = next.expect("in time").expect("it serves");
+    assert_eq!(next.data("rollout"), "other");
+    assert_eq!(server.next().await.data("rollout"), "net");
 }
 
 /// Checks that a new leader delivers the events that the earlier one could not deliver, and does
