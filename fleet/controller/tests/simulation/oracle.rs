@@ -4,14 +4,17 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ptr;
 
-use patchbay_fleet::rollout::{Action, Member, Millis, Phase, Rollout, State, Want};
+use patchbay_fleet::rollout::{Action, Claim, Member, Millis, Phase, Rollout, State, Want};
 use patchbay_fleet::runner::Command;
 use patchbay_proto::v1;
 
 use super::driver::Driver;
-use super::guest::{KEYS, Kill, Kind};
+use super::guest::{EARLY, KEYS, Kill, Kind};
 use super::waves::Course;
 use super::world::World;
+
+/// The longest delay between two calls for a guest, and the time of a call.
+const LONGEST_RETRY: Millis = 301_000;
 
 /// The known state of a rollout.
 #[derive(Default)]
@@ -339,6 +342,17 @@ impl World {
     /// Returns the states that the claim of a rollout on a key of a guest may have: made, ended, or
     /// both.
     fn claimed(&self, index: usize, key: &str, rollout: &Rollout) -> Vec<Option<Want>> {
+        self.claimed_at(index, key, rollout, self.now)
+    }
+
+    /// Returns those states, with the claims that have ended by themselves before this time.
+    fn claimed_at(
+        &self,
+        index: usize,
+        key: &str,
+        rollout: &Rollout,
+        at: Millis,
+    ) -> Vec<Option<Want>> {
         let Some(member) = self.member(index, rollout) else {
             return vec![None];
         };
@@ -351,7 +365,7 @@ impl World {
         }
         let made = Some(claim.want);
         let is_over = matches!(rollout.header().phase, Phase::Ended(_));
-        let has_ended = self.guests[index].has_ended(&rollout.header().owner(), self.now);
+        let has_ended = self.guests[index].has_ended(&rollout.header().owner(), at);
         match member.state {
             _ if has_ended == Some(true) => vec![None],
             // The controller may expect the end of the claims earlier than the guest.
@@ -472,29 +486,52 @@ impl World {
             State::Pending => member.generation > 0,
             _ => false,
         };
-        let guest = &self.guests[index];
-        let consents = rollout.header().policy.allow_guarded;
-        let is_refused = |key: &&str| {
-            if !guest.can_have(key, consents) {
-                return true;
-            }
-            let mut others = guest.others.values();
-            let is_claimed = others.any(|claims| claims.contains_key(key));
-            let mut other = rollouts.iter();
-            let is_rolled_out = other.any(|other| {
-                let is_other = other.header().name != rollout.header().name;
-                is_other && self.claimed(index, key, other) != [None]
-            });
-            guest.changed.contains(key) || guest.original[key] > 0 || is_claimed || is_rolled_out
-        };
-        let has_lost_ledger = guest.orphans.is_some();
+        let has_lost_ledger = self.guests[index].orphans.is_some();
         let is_lost = has_lost_ledger || self.is_lost(rollout, member);
-        let has_reason = is_lost || KEYS.iter().any(is_refused);
+        if !runs || !waits || is_lost {
+            return;
+        }
+        let claims = member.plan.set.claims();
+        let mut claimed = claims.iter();
+        let has_reason = claimed.any(|one| self.has_obstacle(index, one, rollout, rollouts));
         assert!(
-            !runs || !waits || has_reason,
-            "guest {index} is still {:?} in {}",
+            has_reason,
+            "guest {index} is still {:?} in {}, and nothing keeps it from {claims:?}",
             member.state,
             rollout.header().name
         );
+    }
+
+    /// Returns whether a claim of a rollout may not be as wanted. The newest ON or OFF decides, and
+    /// each HELD keeps the key on.
+    fn has_obstacle(
+        &self,
+        index: usize,
+        claim: &Claim,
+        rollout: &Rollout,
+        rollouts: &[Rollout],
+    ) -> bool {
+        let (guest, key, header) = (&self.guests[index], &*claim.key, rollout.header());
+        if !guest.can_have(key, header.policy.allow_guarded) || guest.changed.contains(key) {
+            return true;
+        }
+        // The guest's own references are not taken away without consent.
+        let can_be_off = guest.original[key] == 0;
+        let opposes = |(other, is_later): (Want, bool)| match claim.want {
+            Want::Held => false,
+            Want::On => other == Want::Off && is_later && can_be_off,
+            Want::Off => other == Want::Held || (other == Want::On && is_later),
+        };
+        let others = guest.others.iter();
+        let others = others.filter_map(|(owner, of)| Some((*of.get(key)?, *owner != EARLY)));
+        // The claim is tried again some time after the obstacle has ended.
+        let at = self.now - LONGEST_RETRY;
+        let rolled_out = rollouts.iter().filter(|one| one.header().name != header.name);
+        let rolled_out = rolled_out.flat_map(|other| {
+            let is_later = other.header().created > header.created;
+            let claimed = self.claimed_at(index, key, other, at).into_iter().flatten();
+            claimed.map(move |want| (want, is_later))
+        });
+        (claim.want == Want::Off && !can_be_off) || others.chain(rolled_out).any(opposes)
     }
 }
