@@ -42,6 +42,8 @@ pub struct Oracle {
     answered: BTreeMap<(usize, u32, String), u64>,
     /// The owners, guests and generations of which a service has made every claim.
     made: BTreeSet<(String, String, u64)>,
+    /// The keys that calls have claimed, by guest, epoch and owner.
+    keys: BTreeMap<(usize, u32, String), BTreeSet<String>>,
     /// The pauses for a generation, by guest, epoch and owner.
     pauses: BTreeMap<(usize, u32, String, u64), u64>,
 }
@@ -247,9 +249,15 @@ impl World {
         if kill != Kill::BeforeChange {
             *paused += pauses;
         }
-        // If the guest has changed a key since the service was killed, the service cannot tell from
-        // the counts whether the change was made.
-        let is_ambiguous = !guest.changed.is_empty();
+        let keys = self
+            .oracle
+            .keys
+            .entry((index, epoch, request.owner.clone()));
+        let keys = keys.or_default();
+        keys.extend(request.claims.iter().map(|claim| claim.key.clone()));
+        // If the guest has changed such a key since the service was killed, the service cannot tell
+        // from the counts whether the change was made.
+        let is_ambiguous = guest.changed.iter().any(|key| keys.contains(*key));
         assert!(
             *paused <= 1 || is_ambiguous,
             "guest {index} is paused {paused} times for {generation}"
@@ -526,7 +534,9 @@ impl World {
         let others = others.filter_map(|(owner, of)| Some((*of.get(key)?, *owner != EARLY)));
         // The claim is tried again some time after the obstacle has ended.
         let at = self.now - LONGEST_RETRY;
-        let rolled_out = rollouts.iter().filter(|one| one.header().name != header.name);
+        let rolled_out = rollouts
+            .iter()
+            .filter(|one| one.header().name != header.name);
         let rolled_out = rolled_out.flat_map(|other| {
             let is_later = other.header().created > header.created;
             let claimed = self.claimed_at(index, key, other, at).into_iter().flatten();
