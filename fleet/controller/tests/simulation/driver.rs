@@ -27,7 +27,8 @@ const STORE_RETRY: Millis = 500;
 type Task = Pin<Box<dyn Future<Output = Outcome> + Send>>;
 
 pub enum Input {
-    Outcome(Outcome),
+    /// An outcome, and the right time at which it was known.
+    Outcome(Outcome, Millis),
     /// A command of a person.
     Command(Command, &'static str),
     /// The registry has changed.
@@ -118,30 +119,32 @@ impl Driver {
     }
 
     /// Runs the calls as far as their answers allow.
-    fn poll(&mut self) {
+    fn poll(&mut self, now: Millis) {
         let mut context = Context::from_waker(Waker::noop());
         let inbox = &mut self.inbox;
         self.tasks
             .retain_mut(|task| match task.as_mut().poll(&mut context) {
                 Poll::Ready(outcome) => {
-                    inbox.push_back(Input::Outcome(outcome));
+                    inbox.push_back(Input::Outcome(outcome, now));
                     false
                 }
                 Poll::Pending => true,
             });
     }
 
-    /// Takes the inputs that go into one step. Returns whether there are any.
-    fn take_inputs(&mut self, now: Millis) -> bool {
+    /// Takes the inputs that go into one step, at this time by the driver's clock. Outcomes are
+    /// reported with the time at which they were known, as `Running::report` does.
+    fn take_inputs(&mut self, now: Millis) {
         let Some(first) = self.inbox.pop_front() else {
-            return false;
+            return;
         };
         match first {
-            Input::Outcome(outcome) => {
-                outcome.report(&mut self.rollout, now);
-                while let Some(Input::Outcome(_)) = self.inbox.front() {
-                    if let Some(Input::Outcome(outcome)) = self.inbox.pop_front() {
-                        outcome.report(&mut self.rollout, now);
+            Input::Outcome(outcome, at) => {
+                let clock = self.clock;
+                outcome.report(&mut self.rollout, at.saturating_add_signed(clock));
+                while let Some(Input::Outcome(..)) = self.inbox.front() {
+                    if let Some(Input::Outcome(outcome, at)) = self.inbox.pop_front() {
+                        outcome.report(&mut self.rollout, at.saturating_add_signed(clock));
                     }
                 }
             }
@@ -153,7 +156,6 @@ impl Driver {
             }
             Input::Look => self.rollout.look_again(None),
         }
-        true
     }
 }
 
@@ -174,7 +176,7 @@ impl World {
             self.end_term(driver.term);
             return;
         }
-        driver.poll();
+        driver.poll(self.now);
         self.dispatch(&driver);
         let is_idle = matches!(driver.stage, Stage::Idle);
         let is_due = driver.wake_at.is_some_and(|at| at <= self.now);
@@ -307,7 +309,7 @@ impl World {
             Stage::Sending { mut actions } => match actions.pop_front() {
                 Some(action) => {
                     self.perform(driver, action);
-                    driver.poll();
+                    driver.poll(self.now);
                     self.dispatch(driver);
                     Stage::Sending { actions }
                 }
@@ -462,7 +464,8 @@ impl World {
     /// Lets a driver get an outcome after a short time.
     fn hand_in(&mut self, driver: u32, outcome: Outcome) {
         let wait = self.rng.u64(1..2_000);
-        self.schedule(wait, Event::Input(driver, Input::Outcome(outcome)));
+        let input = Input::Outcome(outcome, self.now + wait);
+        self.schedule(wait, Event::Input(driver, input));
     }
 
     /// Makes another replica the leader, which loads the rollouts from the store.

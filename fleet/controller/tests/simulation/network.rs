@@ -104,9 +104,11 @@ impl Calls for Network {
     }
 
     fn elsewhere(&self, host: &str, guest: &str) -> Vec<String> {
-        let content = self.content();
-        let hosts = content.places.get(guest).into_iter().flatten();
-        hosts.filter(|other| *other != host).cloned().collect()
+        // The same condition as in `Hosts::elsewhere`.
+        match self.content().places.get(guest) {
+            Some(hosts) if !hosts.contains(host) => hosts.iter().cloned().collect(),
+            _ => vec![],
+        }
     }
 }
 
