@@ -50,6 +50,15 @@ impl Clocks {
         let jump = i64::try_from(i128::from(later.wall) - expected).ok()?;
         (jump.abs() > TOLERANCE).then_some(jump)
     }
+
+    /// Returns the wall-clock time of `later` as if the clock had not been set forward since
+    /// `self`. By this time, nothing that was stored in between is older than it really is.
+    pub fn time_until(&self, later: &Self) -> Millis {
+        match self.jump_until(later) {
+            Some(by) if by > 0 => later.wall.saturating_sub(by.unsigned_abs()),
+            _ => later.wall,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -74,6 +83,26 @@ mod tests {
         ] {
             let found = start.jump_until(&after(wall, monotonic));
             assert_eq!(found, jump, "{wall} {monotonic}");
+        }
+    }
+
+    /// Checks that a time which was stored before or after the clock was set is not too old.
+    #[test]
+    fn a_clock_that_is_set_makes_no_time_older() {
+        let start = Clocks {
+            wall: 200_000_000,
+            monotonic: Instant::now(),
+        };
+        for (wall, monotonic, time) in [
+            (200_060_000, 60_000, 200_060_000),
+            (286_460_000, 60_000, 200_060_000),
+            (113_660_000, 60_000, 113_660_000),
+        ] {
+            let later = Clocks {
+                wall,
+                monotonic: start.monotonic + Duration::from_millis(monotonic),
+            };
+            assert_eq!(start.time_until(&later), time, "{wall}");
         }
     }
 }

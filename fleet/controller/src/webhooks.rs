@@ -21,7 +21,7 @@ use serde_json::json;
 use tokio::task::JoinSet;
 
 pub use self::config::{ConfigError, Webhook, read};
-use crate::clock::timestamp;
+use crate::clock::{Clocks, timestamp};
 use crate::controller::Leadership;
 use crate::metrics::Metrics;
 use crate::rollout::{Event, Header, Millis, TimelineEntry, lasting};
@@ -105,11 +105,14 @@ async fn deliver_to(leadership: &Leadership, webhook: &Webhook, metrics: &Metric
     let mut changes = leadership.changes();
     let (mut delay, mut files) = (BACKOFF, send::Files::default());
     let mut unanswered = Unanswered::default();
+    // A clock that is set forward makes no event old.
+    let began = Clocks::read();
+    let time = || began.time_until(&Clocks::read());
     loop {
         unanswered.settle().await;
         changes.mark_unchanged();
         let rollouts = unanswered.others(leadership.rollouts());
-        let Some((running, due)) = oldest(&rollouts, &webhook.name, now()) else {
+        let Some((running, due)) = oldest(&rollouts, &webhook.name, time()) else {
             tokio::select! {
                 // The sender is dropped when the leader's term ends.
                 changed = changes.changed() => if changed.is_err() {
@@ -124,8 +127,8 @@ async fn deliver_to(leadership: &Leadership, webhook: &Webhook, metrics: &Metric
             Ok(()) => delay = BACKOFF,
             Err(why) => {
                 metrics.webhook_failed();
-                mark_tried(leadership, &webhook.name, &mut unanswered);
-                let (name, id, age) = (&webhook.name, &due.id, now().saturating_sub(due.time));
+                mark_tried(leadership, &webhook.name, &mut unanswered, time());
+                let (name, id, age) = (&webhook.name, &due.id, time().saturating_sub(due.time));
                 if age < MAX_AGE {
                     tracing::warn!(webhook = name, id, "an event is not delivered yet: {why}");
                     tokio::time::sleep(delay).await;
@@ -148,10 +151,10 @@ async fn deliver_to(leadership: &Leadership, webhook: &Webhook, metrics: &Metric
 
 /// Stores that the webhook is tried with the events of all rollouts, so that from now on those that
 /// are given up or dropped before it accepts any are counted as lost.
-fn mark_tried(leadership: &Leadership, webhook: &str, unanswered: &mut Unanswered) {
+fn mark_tried(leadership: &Leadership, webhook: &str, unanswered: &mut Unanswered, now: Millis) {
     for running in unanswered.others(leadership.rollouts()) {
         let saved = running.saved_entries();
-        let number = before_first(running.rollout().header(), webhook, saved, now());
+        let number = before_first(running.rollout().header(), webhook, saved, now);
         if let Some(number) = number {
             unanswered.send(running, webhook, number);
         }
