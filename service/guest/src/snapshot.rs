@@ -44,6 +44,13 @@ pub trait MemorySink {
     /// # Errors
     /// [`SinkClosed`]: the receiver needs no more bytes.
     fn take(&mut self, offset: u64, bytes: Vec<u8>) -> Result<(), SinkClosed>;
+
+    /// Checks that the receiver still waits. Returns at once. The guest is stopped meanwhile, so
+    /// this is called regularly also while there is nothing to pass.
+    ///
+    /// # Errors
+    /// [`SinkClosed`]: the receiver needs no more bytes.
+    fn check(&mut self) -> Result<(), SinkClosed>;
 }
 
 /// The receiver of a snapshot has gone or was too slow.

@@ -187,6 +187,10 @@ impl SaveRequest {
             fn take(&mut self, _: u64, _: Vec<u8>) -> Result<(), SinkClosed> {
                 Err(SinkClosed)
             }
+
+            fn check(&mut self) -> Result<(), SinkClosed> {
+                Ok(())
+            }
         }
 
         Self {

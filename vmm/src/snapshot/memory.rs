@@ -46,6 +46,8 @@ pub(crate) fn save(ram: &GuestRam, sink: &mut dyn MemorySink) -> Result<Vec<u8>,
     for (address, bytes, place) in regions {
         let mut done = 0;
         while done < bytes {
+            // A large part of the memory may be zeros, of which the sink gets nothing.
+            sink.check()?;
             let length = usize::try_from(bytes - done).map_or(CHUNK, |left| left.min(CHUNK));
             let part = &mut part[..length];
             ram.read(address + done, part)
@@ -109,5 +111,33 @@ pub(crate) fn verify(file: &File, bytes: u64, expected: &[u8]) -> Result<(), Sna
     match digest.end() == expected {
         true => Ok(()),
         false => Err(SnapshotError::MemoryChecksum),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use patchbay_guest::snapshot::SinkClosed;
+
+    use super::*;
+
+    /// A receiver that leaves after a number of checks.
+    struct Leaving(u32);
+
+    impl MemorySink for Leaving {
+        fn take(&mut self, _: u64, _: Vec<u8>) -> Result<(), SinkClosed> {
+            panic!("all pages are zeros");
+        }
+
+        fn check(&mut self) -> Result<(), SinkClosed> {
+            self.0 = self.0.checked_sub(1).ok_or(SinkClosed)?;
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_receiver_that_leaves_is_noticed_between_pages_of_zeros() {
+        let ram = GuestRam::new(8 << 20).unwrap();
+        assert_eq!(save(&ram, &mut Leaving(7)), Err(SaveError::Closed));
+        assert!(save(&ram, &mut Leaving(8)).is_ok());
     }
 }

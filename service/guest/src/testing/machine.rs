@@ -151,14 +151,18 @@ impl Guest for InMemoryGuest {
         lock(&self.told).push(Told::WillWriteRunning(*ledger));
     }
 
-    /// Refuses as a monitor without snapshots does, and keeps what the service would have stored.
+    /// Keeps what the service would have stored. Without a function that saves the guest, refuses as
+    /// a monitor without snapshots does.
     fn save(
         &self,
         _: &PausedInMemory,
         control: ControlState,
-        _: &mut dyn MemorySink,
+        sink: &mut dyn MemorySink,
     ) -> Result<Vec<u8>, SaveError> {
         lock(&self.saved).push(control);
+        if let Some(hook) = &mut *lock(&self.on_save) {
+            return hook(sink);
+        }
         let why = "the guest's monitor saves no snapshots";
         Err(SaveError::Unable(why.to_owned()))
     }

@@ -25,7 +25,7 @@ pub use self::structures::Gate;
 use crate::abi;
 use crate::memory::GuestRam;
 use crate::requests::GuestRequests;
-use crate::snapshot::ControlState;
+use crate::snapshot::{ControlState, MemorySink, SaveError};
 
 struct KeyAddresses {
     key: u64,
@@ -33,6 +33,7 @@ struct KeyAddresses {
 }
 
 type Hook = Box<dyn FnMut() + Send>;
+type SaveHook = Box<dyn FnMut(&mut dyn MemorySink) -> Result<Vec<u8>, SaveError> + Send>;
 
 /// A guest in memory.
 pub struct InMemoryGuest {
@@ -65,6 +66,7 @@ pub struct InMemoryGuest {
     on_pause: Mutex<Option<Hook>>,
     on_check: Arc<Mutex<Option<Hook>>>,
     on_resume: Arc<Mutex<Option<Hook>>>,
+    on_save: Mutex<Option<SaveHook>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
@@ -108,6 +110,7 @@ impl InMemoryGuest {
             on_pause: Mutex::default(),
             on_check: Arc::default(),
             on_resume: Arc::default(),
+            on_save: Mutex::default(),
         };
         guest.map_image();
         Arc::new(guest)
@@ -555,6 +558,14 @@ impl InMemoryGuest {
     /// Sets a function that is called at the end of every pause.
     pub fn on_resume(&self, hook: impl FnMut() + Send + 'static) {
         *lock(&self.on_resume) = Some(Box::new(hook));
+    }
+
+    /// Sets a function that saves the guest.
+    pub fn on_save(
+        &self,
+        hook: impl FnMut(&mut dyn MemorySink) -> Result<Vec<u8>, SaveError> + Send + 'static,
+    ) {
+        *lock(&self.on_save) = Some(Box::new(hook));
     }
 
     /// Prints to the console.

@@ -34,6 +34,8 @@ impl<G: Guest> Executor<G> {
             });
         }
         let ledger = self.copied()?;
+        // The client may have left while this command waited for others.
+        request.sink.check().map_err(not_saved)?;
         let mut paused = None;
         let paused = match standstill.held() {
             Some(held) => held,
@@ -47,10 +49,13 @@ impl<G: Guest> Executor<G> {
             ledger,
         };
         let saved = self.guest.save(paused, control, &mut *request.sink);
-        saved.map_err(|error: SaveError| KeysError::NotSaved {
-            message: error.to_string(),
-        })
+        saved.map_err(not_saved)
     }
+}
+
+fn not_saved(error: impl Into<SaveError>) -> KeysError {
+    let message = error.into().to_string();
+    KeysError::NotSaved { message }
 }
 
 #[cfg(test)]
