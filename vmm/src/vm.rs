@@ -390,7 +390,7 @@ impl Vm {
             state.vcpus.push(vcpu);
         }
         snapshot::save_chips(&self.vm, &mut state)?;
-        Ok(snapshot::seal(&state))
+        snapshot::seal(&state)
     }
 
     /// Returns whether the guest is paused, or a pause is being requested.

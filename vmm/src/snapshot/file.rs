@@ -22,7 +22,7 @@ const MAGIC: &[u8; 8] = b"PBSNAPSH";
 const VERSION: u32 = 1;
 /// Bytes of the header that the checksum covers.
 const CHECKED: usize = 24;
-const HEADER: usize = CHECKED + 32;
+pub const HEADER: usize = CHECKED + 32;
 
 fn checksum(head: &[u8], body: &[u8]) -> [u8; 32] {
     Sha256::new()

@@ -34,7 +34,7 @@ use std::path::{Path, PathBuf};
 
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 use kvm_ioctls::VcpuFd;
-use patchbay_guest::snapshot::{ControlState, KeptArray, KeptRequest};
+use patchbay_guest::snapshot::{ControlState, KeptArray, KeptRequest, SaveError};
 use prost::Message;
 
 pub(crate) use self::chips::{restore as restore_chips, save as save_chips};
@@ -330,13 +330,57 @@ pub(crate) fn save_control(control: ControlState) -> Control {
 }
 
 /// Returns the content of the file `state`.
-pub(crate) fn seal(state: &MachineState) -> Vec<u8> {
-    file::seal(&state.encode_to_vec())
+///
+/// # Errors
+/// It is larger than [`Snapshot::open`] accepts.
+pub(crate) fn seal(state: &MachineState) -> Result<Vec<u8>, SaveError> {
+    let length = (file::HEADER + state.encoded_len()) as u64;
+    if length > STATE_MAX {
+        return Err(SaveError::Unable(format!(
+            "the guest's state without its memory has {length} bytes, and no copy could be started from more than {STATE_MAX}; release holds and claims, or unload modules of the guest's kernel"
+        )));
+    }
+    Ok(file::seal(&state.encode_to_vec()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Writes a snapshot whose ledger has this many bytes.
+    fn written(folder: &Path, ledger: usize) -> Result<u64, SaveError> {
+        let state = MachineState {
+            memory_bytes: crate::memory::MEMORY_MIN,
+            vcpus: vec![VcpuState::default()],
+            control: Some(Control {
+                ledger: vec![7; ledger],
+                ..Control::default()
+            }),
+            ..MachineState::default()
+        };
+        let bytes = seal(&state)?;
+        std::fs::write(folder.join(STATE_FILE), &bytes).unwrap();
+        let memory = File::create(folder.join(MEMORY_FILE)).unwrap();
+        memory.set_len(state.memory_bytes).unwrap();
+        Ok(bytes.len() as u64)
+    }
+
+    #[test]
+    fn a_state_that_no_copy_accepts_is_not_saved() {
+        let folder = tempfile::tempdir().unwrap();
+        // The lengths of the ledger and of its message take as many bytes in the largest state.
+        let sample = 60 << 20;
+        let rest = written(folder.path(), sample).unwrap() - sample as u64;
+        let largest = usize::try_from(STATE_MAX - rest).unwrap();
+        assert_eq!(written(folder.path(), largest), Ok(STATE_MAX));
+        let opened = Snapshot::open(folder.path()).unwrap();
+        assert_eq!(opened.control().ledger.len(), largest);
+        let refused = written(folder.path(), largest + 1).unwrap_err();
+        assert!(
+            refused.to_string().contains("release holds and claims"),
+            "{refused}"
+        );
+    }
 
     #[test]
     fn only_regular_files_are_opened() {
