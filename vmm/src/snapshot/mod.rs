@@ -22,6 +22,7 @@
 
 mod chips;
 mod cpu_features;
+mod decode;
 mod file;
 mod memory;
 mod state;
@@ -170,8 +171,7 @@ impl Snapshot {
         };
         let bytes = read(&path).map_err(|error| SnapshotError::Open { path, error })?;
         let (digest, body) = file::unseal(&bytes)?;
-        let state =
-            MachineState::decode(body).map_err(|_| SnapshotError::Invalid("it cannot be read"))?;
+        let state = decode::decode(body)?;
         let memory = state.memory_bytes;
         if !crate::memory::is_possible(memory) {
             return Err(SnapshotError::Invalid("its size of memory is impossible"));

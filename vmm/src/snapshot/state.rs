@@ -2,6 +2,8 @@
 
 //! The content of the file `state`, as protobuf messages. KVM's structures are stored as their
 //! bytes, whose number is checked before they are used.
+//!
+//! A message that gets its first list must be added to [`super::decode`], which bounds all lists.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
