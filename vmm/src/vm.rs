@@ -15,7 +15,7 @@
 use std::os::fd::IntoRawFd;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvm_bindings::{
     CpuId, KVM_PIT_SPEAKER_DUMMY, KVM_SYNC_X86_EVENTS, KVM_SYNC_X86_REGS, MsrList, kvm_pit_config,
@@ -50,9 +50,6 @@ const SERIAL_IRQ: u32 = 4;
 
 /// Time allowed for writing the console's remaining output after the guest has ended.
 pub const LAST_OUTPUT: Duration = Duration::from_secs(2);
-
-/// Time allowed for requests to the host's disks that are in progress when the guest is saved.
-const DISK_PATIENCE: Duration = Duration::from_secs(10);
 
 /// The end of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -371,10 +368,7 @@ impl Vm {
                 format!("vCPU {vcpu} does not run, because the guest has not started or has ended");
             return Err(SaveError::Unable(why));
         }
-        let frozen = self.virtio.freeze(Instant::now() + DISK_PATIENCE);
-        let frozen = frozen.map_err(|device| {
-            SaveError::Unable(format!("the host has not finished a request of virtio device {device} within {DISK_PATIENCE:?}; check the host's storage"))
-        })?;
+        let frozen = self.virtio.freeze(sink)?;
         let mut state = MachineState {
             memory_bytes: self.ram.bytes(),
             memory_digest: snapshot::save_memory(&self.ram, sink)?,

@@ -36,6 +36,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvm_ioctls::{IoEventAddress, VmFd};
+use patchbay_guest::snapshot::{MemorySink, SaveError};
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY;
 use vm_memory::GuestMemoryMmap;
 
@@ -64,6 +65,9 @@ pub const DISKS_MAX: usize = 4;
 
 /// Interrupt lines for devices: the unused lines of the ISA bus.
 const IRQS: [u32; 6] = [5, 6, 7, 10, 11, 12];
+
+/// Time allowed for requests that the host works on when the guest is saved.
+const DISK_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Time between two looks at a request that the host works on.
 const BUSY_POLL: Duration = Duration::from_millis(1);
@@ -200,16 +204,21 @@ impl Virtio {
     }
 
     /// Keeps the devices from accessing guest memory until the returned value is dropped. Waits for
-    /// requests that the host works on. The guest must be paused.
+    /// requests that the host works on, until the sink closes or [`DISK_PATIENCE`] has passed. The
+    /// guest must be paused.
     ///
     /// # Errors
-    /// The number of a device whose request the host did not finish until the deadline.
-    pub fn freeze(&self, deadline: Instant) -> Result<Frozen<'_>, usize> {
+    /// The sink is closed, or the host has not finished a request.
+    pub fn freeze(&self, sink: &mut dyn MemorySink) -> Result<Frozen<'_>, SaveError> {
         let frozen = Frozen(self);
+        let deadline = Instant::now() + DISK_PATIENCE;
         for (index, transport) in self.transports.iter().enumerate() {
             while !transport.freeze() {
+                sink.check()?;
                 if Instant::now() >= deadline {
-                    return Err(index);
+                    return Err(SaveError::Unable(format!(
+                        "the host has not finished a request of virtio device {index} within {DISK_PATIENCE:?}; check the host's storage"
+                    )));
                 }
                 std::thread::sleep(BUSY_POLL);
             }

@@ -6,6 +6,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use patchbay_guest::snapshot::{MemorySink, SaveError, SinkClosed};
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY;
 
 use super::super::block::{Block, DiskConfig};
@@ -287,6 +288,43 @@ fn a_device_is_not_frozen_while_the_host_works() {
     driver.set(VIRTIO_MMIO_QUEUE_NOTIFY, 0);
     thread.stop();
     assert!(has_started.try_recv().is_err());
+}
+
+/// A receiver that leaves after a number of checks.
+struct Leaving(u32);
+
+impl MemorySink for Leaving {
+    fn take(&mut self, _: u64, _: Vec<u8>) -> Result<(), SinkClosed> {
+        panic!("devices have no memory");
+    }
+
+    fn check(&mut self) -> Result<(), SinkClosed> {
+        self.0 = self.0.checked_sub(1).ok_or(SinkClosed)?;
+        Ok(())
+    }
+}
+
+#[test]
+fn a_save_waits_for_the_host_only_while_its_receiver_does() {
+    let (mut driver, thread, has_started, release) = stalled();
+    let virtio = Virtio {
+        transports: vec![driver.transport.clone()],
+        threads: vec![thread],
+    };
+    // Dropped before the thread, which waits for it if the test fails.
+    let go_on = release;
+    driver.chain(0, &[Buffer::In(16)]);
+    driver.set(VIRTIO_MMIO_QUEUE_NOTIFY, 0);
+    has_started.recv_timeout(PATIENCE).unwrap();
+    let saved = virtio.freeze(&mut Leaving(2)).map(drop);
+    assert_eq!(saved, Err(SaveError::Closed));
+    // The device works again.
+    driver.chain(0, &[Buffer::In(16)]);
+    driver.set(VIRTIO_MMIO_QUEUE_NOTIFY, 0);
+    go_on.send(()).unwrap();
+    has_started.recv_timeout(PATIENCE).unwrap();
+    go_on.send(()).unwrap();
+    virtio.close();
 }
 
 #[test]
