@@ -10,6 +10,9 @@ use crate::keys::error::KeysError;
 use crate::keys::quarantine::{Quarantine, QuarantineCause};
 use crate::keys::request::SaveRequest;
 
+/// Number of attempts to stop the guest while it does not register or withdraw keys.
+const ATTEMPTS: u32 = 8;
+
 impl<G: Guest> Executor<G> {
     /// Stops the guest unless it is held, and saves it.
     pub(super) fn save(
@@ -33,23 +36,34 @@ impl<G: Guest> Executor<G> {
                 message: message.to_owned(),
             });
         }
-        let ledger = self.copied()?;
-        // The client may have left while this command waited for others.
-        request.sink.check().map_err(not_saved)?;
-        let mut paused = None;
-        let paused = match standstill.held() {
-            Some(held) => held,
-            None => &*paused.insert(standstill.pause(request.timeout)?),
-        };
-        let control = ControlState {
-            guest: self.guest.description().name,
-            incarnation: self.shared.incarnation.as_str().to_owned(),
-            // A vCPU that has stopped is not inside a request.
-            requests: self.shared.registry.kept_requests(),
-            ledger,
-        };
-        let saved = self.guest.save(paused, control, &mut *request.sink);
-        saved.map_err(not_saved)
+        for _ in 0..ATTEMPTS {
+            let ledger = self.copied()?;
+            // The client may have left while this command waited for others.
+            request.sink.check().map_err(not_saved)?;
+            let mut paused = None;
+            let paused = match standstill.held() {
+                Some(held) => held,
+                None => &*paused.insert(standstill.pause(request.timeout)?),
+            };
+            // Only this thread changes holds and claims, but until the guest was stopped, it could
+            // withdraw the keys that they are on. They are not collected now, because finding a
+            // kernel again needs running vCPUs.
+            if !ledger.is_empty() && self.pruned != self.shared.registry.version() {
+                continue;
+            }
+            let control = ControlState {
+                guest: self.guest.description().name,
+                incarnation: self.shared.incarnation.as_str().to_owned(),
+                // A vCPU that has stopped is not inside a request.
+                requests: self.shared.registry.kept_requests(),
+                ledger,
+            };
+            let saved = self.guest.save(paused, control, &mut *request.sink);
+            return saved.map_err(not_saved);
+        }
+        Err(KeysError::NotSaved {
+            message: "whenever the guest was stopped, its kernel had just registered or withdrawn keys; repeat the command".to_owned(),
+        })
     }
 }
 

@@ -99,6 +99,62 @@ async fn a_hold_expires_in_the_copy_too() {
     assert_eq!(guest.count("alpha"), 0);
 }
 
+/// The guest unloads a module after its holds were looked at, and before it is stopped.
+#[tokio::test]
+async fn holds_are_those_of_the_stopped_guest() {
+    let registry = Arc::new(Registry::default());
+    let guest = InMemoryGuest::boot(Arc::clone(&registry), &[TestKey::new("alpha", 0)]);
+    assert_eq!(guest.add_module("mod", &[TestKey::new("delta", 0)]), 0);
+    let clock = ManualClock::new();
+    let config = KeysConfig {
+        clock: Arc::<ManualClock>::clone(&clock),
+        ..KeysConfig::default()
+    };
+    let (keys, _) = Keys::start(Arc::clone(&guest), registry, config).expect("a thread");
+    let service = Service { keys, clock };
+    for key in ["alpha", "mod:delta"] {
+        service.update(key, Op::Inc, None).await.expect("made");
+    }
+    let ledger = CopiedHolds::decode(&saved(&service, &guest).await).expect("whole");
+    assert_eq!(ledger.expect("some").0.now.holds.len(), 2);
+
+    let (pauses, mut left) = (guest.pauses(), 1);
+    let pausing = Arc::downgrade(&guest);
+    guest.on_pause(move || {
+        if let Some(guest) = pausing.upgrade().filter(|_| left > 0) {
+            left -= 1;
+            assert_eq!(guest.delete_module("mod"), 0);
+        }
+    });
+    let ledger = CopiedHolds::decode(&saved(&service, &guest).await).expect("whole");
+    let holds = ledger.expect("some").0.now.holds;
+    let names: Vec<&str> = holds.iter().map(|hold| hold.key.name.as_str()).collect();
+    assert_eq!(names, ["alpha"]);
+    assert_eq!(guest.saved(), [], "saved once");
+    assert_eq!(guest.pauses(), pauses + 2);
+}
+
+#[tokio::test]
+async fn a_guest_whose_keys_change_at_every_stop_is_not_saved() {
+    let registry = Arc::new(Registry::default());
+    let guest = InMemoryGuest::boot(Arc::clone(&registry), &[TestKey::new("alpha", 0)]);
+    let config = KeysConfig::default();
+    let (keys, _) = Keys::start(Arc::clone(&guest), registry, config).expect("a thread");
+    let clock = ManualClock::new();
+    let service = Service { keys, clock };
+    service.update("alpha", Op::Inc, None).await.expect("made");
+    let pausing = Arc::downgrade(&guest);
+    guest.on_pause(move || {
+        if let Some(guest) = pausing.upgrade() {
+            assert_eq!(guest.register_again(), 0);
+        }
+    });
+    let refused = service.keys.save(SaveRequest::to_nobody()).await;
+    let text = refused.expect_err("not saved").to_string();
+    assert!(text.contains("repeat the command"), "{text}");
+    assert_eq!(guest.saved(), []);
+}
+
 #[test]
 fn damaged_holds_are_refused() {
     assert!(CopiedHolds::decode(b"").expect("none").is_none());
