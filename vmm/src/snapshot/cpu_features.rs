@@ -25,10 +25,14 @@ const FEATURES: &[(u32, u32, [u32; 4])] = &[
     // Without CMP_LEGACY.
     (0x8000_0001, 0, [0, 0, !(1 << 1), ALL]),
     (0x8000_0007, 0, [0, 0, 0, ALL]),
-    (0x8000_0008, 0, [0, ALL, 0, 0]),
+    (ADDRESS_SIZES, 0, [0, ALL, 0, 0]),
     (0x8000_000a, 0, [0, 0, 0, ALL]),
     (0x8000_0021, 0, [ALL, 0, 0, 0]),
 ];
+
+/// The leaf whose eax has the number of bits of physical addresses (MAXPHYADDR) in bits 7 to 0. It
+/// decides which bits of page tables are reserved.
+const ADDRESS_SIZES: u32 = 0x8000_0008;
 
 const REGISTERS: [&str; 4] = ["eax", "ebx", "ecx", "edx"];
 
@@ -39,13 +43,19 @@ fn leaf(entries: &[kvm_cpuid_entry2], function: u32, index: u32) -> [u32; 4] {
     found.map_or([0; 4], |entry| [entry.eax, entry.ebx, entry.ecx, entry.edx])
 }
 
+fn address_bits(entries: &[kvm_cpuid_entry2]) -> u8 {
+    let [eax, ..] = leaf(entries, ADDRESS_SIZES, 0);
+    eax.to_le_bytes()[0]
+}
+
 fn vendor(entries: &[kvm_cpuid_entry2]) -> String {
     let [_, ebx, ecx, edx] = leaf(entries, 0, 0);
     let bytes = [ebx, edx, ecx].map(u32::to_le_bytes).concat();
     bytes.escape_ascii().to_string()
 }
 
-/// Checks that the host offers every feature that the snapshot's guest was offered.
+/// Checks that the host offers every feature that the snapshot's guest was offered, and all of its
+/// physical addresses.
 pub(crate) fn check(
     saved: &[kvm_cpuid_entry2],
     here: &[kvm_cpuid_entry2],
@@ -54,6 +64,13 @@ pub(crate) fn check(
     if vendors[0] != vendors[1] {
         let [saved, here] = vendors;
         return Err(SnapshotError::Vendor { saved, here });
+    }
+    let [bits, offered] = [saved, here].map(address_bits);
+    if bits > offered {
+        return Err(SnapshotError::AddressBits {
+            saved: bits,
+            here: offered,
+        });
     }
     for &(function, index, masks) in FEATURES {
         let [saved, here] = [saved, here].map(|entries| leaf(entries, function, index));
@@ -105,6 +122,24 @@ mod tests {
             text.contains("GenuineIntel") && text.contains("AuthenticAMD"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn the_host_may_have_more_address_bits_and_not_fewer() {
+        let with_bits = |bits: u32| {
+            let mut entries = processor(b"GenuineIntel", 0);
+            // The other bytes of eax are not compared.
+            entries.push(entry(ADDRESS_SIZES, [0x3939_0000 | bits, 0, 0, 0]));
+            entries
+        };
+        let saved = with_bits(46);
+        for bits in [46, 52] {
+            assert!(check(&saved, &with_bits(bits)).is_ok());
+        }
+        for here in [with_bits(39), processor(b"GenuineIntel", 0)] {
+            let error = check(&saved, &here).expect_err("refused");
+            assert!(error.to_string().contains("46 bits"), "{error}");
+        }
     }
 
     #[test]

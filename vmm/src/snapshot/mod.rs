@@ -104,6 +104,10 @@ pub enum SnapshotError {
         bits: u32,
     },
     #[error(
+        "the snapshot's guest may use physical addresses of {saved} bits, and this host's have {here}; restore it on a host like its own"
+    )]
+    AddressBits { saved: u8, here: u8 },
+    #[error(
         "the snapshot's guest sends its requests by a transport that does not work on this host; restore it on a host like its own"
     )]
     Transports,
