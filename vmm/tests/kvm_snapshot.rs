@@ -225,6 +225,77 @@ fn typed(vm: &Vm) -> Vec<u8> {
     }
 }
 
+/// MSRs that KVM does not list, with values that differ from those of a new vCPU: memory types of
+/// ranges and the controls of machine checks (Intel SDM, volume 4).
+const MSRS: [(u32, u64); 8] = [
+    (0x200, 0xc000_0000),
+    (0x201, 0xf_c000_0800),
+    (0x250, 0x0606_0606_0606_0606),
+    (0x26f, 0x0505_0505_0505_0505),
+    (0x277, 0x0007_0106_0007_0406),
+    (0x2ff, 0xc06),
+    (0x400, u64::MAX),
+    (0x404, u64::MAX),
+];
+/// Address of the values that the guest has read last.
+const VALUES: u64 = DATA + 0x40;
+
+/// Returns a guest that sets these MSRs, and then reads them for ever.
+fn reading_msrs() -> VmConfig {
+    let mut image = vec![];
+    for (index, value) in MSRS {
+        let value = value.to_le_bytes();
+        image.push(0xb9); // mov ecx, index
+        image.extend(index.to_le_bytes());
+        image.push(0xb8); // mov eax, low
+        image.extend(&value[..4]);
+        image.push(0xba); // mov edx, high
+        image.extend(&value[4..]);
+        image.extend([0x0f, 0x30]); // wrmsr
+    }
+    let start = image.len();
+    for ((index, _), at) in MSRS.iter().zip((0x40..).step_by(8)) {
+        image.push(0xb9); // mov ecx, index
+        image.extend(index.to_le_bytes());
+        image.extend([0x0f, 0x32]); // rdmsr
+        image.extend([0x89, 0x47, at]); // mov [rdi + at], eax
+        image.extend([0x89, 0x57, at + 4]); // mov [rdi + at + 4], edx
+    }
+    image.extend([0x48, 0xff, 0x07]); // inc qword [rdi]
+    let back = i32::try_from(image.len() + 5 - start).unwrap();
+    image.push(0xe9); // jmp to the first rdmsr
+    image.extend((-back).to_le_bytes());
+    let entry = RawEntry {
+        rip: CODE,
+        rsp: 0,
+        argument: DATA,
+        user_mode: false,
+    };
+    raw(image, vec![Some(entry)])
+}
+
+#[test]
+fn a_copy_has_the_memory_types_and_the_machine_checks() {
+    let _watchdog = watchdog(120);
+    let Some(vm) = started(reading_msrs(), Arc::new(NoRequests)) else {
+        return;
+    };
+    let values = |vm: &Vm| [0, 1, 2, 3, 4, 5, 6, 7].map(|at| load(vm.ram(), VALUES + 8 * at));
+    let expected = MSRS.map(|(_, value)| value);
+    wait_until("the guest reads", || load(vm.ram(), ROUNDS) > 1);
+    assert_eq!(values(&vm), expected);
+    let folder = tempfile::tempdir().unwrap();
+    let paused = vm.pause(DEADLINE).unwrap();
+    save(&vm, &paused, folder.path());
+    drop(paused);
+    let copy = copy(folder.path()).unwrap();
+    copy.ram().write(VALUES, &[0; 64]).unwrap();
+    let rounds = load(copy.ram(), ROUNDS);
+    copy.start().unwrap();
+    wait_until("the copy reads", || load(copy.ram(), ROUNDS) > rounds + 2);
+    assert_eq!(values(&copy), expected);
+}
+
 /// Returns a folder with a snapshot.
 fn snapshot() -> Option<tempfile::TempDir> {
     let vm = branch_guest(1)?;

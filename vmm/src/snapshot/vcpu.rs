@@ -17,7 +17,8 @@
 //! | `KVM_SET_MP_STATE` | last | it decides whether the vCPU runs |
 
 use kvm_bindings::{
-    CpuId, Msrs, kvm_cpuid_entry2, kvm_mp_state, kvm_msr_entry, kvm_sregs, kvm_xsave,
+    CpuId, KVM_MAX_MSR_ENTRIES, Msrs, kvm_cpuid_entry2, kvm_mp_state, kvm_msr_entry, kvm_sregs,
+    kvm_xsave,
 };
 use kvm_ioctls::{Error, VcpuFd};
 use patchbay_guest::snapshot::SaveError;
@@ -26,8 +27,22 @@ use super::state::{from_bytes, list_from_bytes, to_bytes};
 use super::{SnapshotError, VcpuState};
 use crate::system_registers;
 
-/// `MSR_IA32_TSC_DEADLINE` (arch/x86/include/asm/msr-index.h).
+// Names and numbers of MSRs as in arch/x86/include/asm/msr-index.h.
 const IA32_TSC_DEADLINE: u32 = 0x6e0;
+const IA32_MTRRCAP: u32 = 0xfe;
+/// The base and the mask of the first variable range.
+const IA32_MTRR_PHYSBASE0: u32 = 0x200;
+/// The fixed ranges, of 64 KiB, 16 KiB and 4 KiB.
+const IA32_MTRR_FIXED: [u32; 11] = [
+    0x250, 0x258, 0x259, 0x268, 0x269, 0x26a, 0x26b, 0x26c, 0x26d, 0x26e, 0x26f,
+];
+const IA32_PAT: u32 = 0x277;
+const IA32_MTRR_DEF_TYPE: u32 = 0x2ff;
+const IA32_MCG_CAP: u32 = 0x179;
+const IA32_MCG_STATUS: u32 = 0x17a;
+const IA32_MCG_CTL: u32 = 0x17b;
+/// Control, status, address and information of the first bank of machine checks.
+const IA32_MC0_CTL: u32 = 0x400;
 
 /// EFER.SVME.
 const EFER_SVM: u64 = 1 << 12;
@@ -39,7 +54,7 @@ fn failed(what: &'static str) -> impl Fn(Error) -> SaveError {
 }
 
 /// Reads a vCPU that is parked. `cpuid` is the table that was set, because `KVM_GET_CPUID2` may
-/// return other features. `msrs` are the MSRs that KVM saves.
+/// return other features. `msrs` are the MSRs that KVM lists.
 pub(crate) fn save(
     fd: &VcpuFd,
     cpuid: &[kvm_cpuid_entry2],
@@ -60,7 +75,8 @@ pub(crate) fn save(
     let debug_regs = fd.get_debug_regs().map_err(failed("the debug registers"))?;
     let lapic = fd.get_lapic().map_err(failed("the local APIC"))?;
     let tsc_khz = fd.get_tsc_khz().map_err(failed("the TSC's frequency"))?;
-    let msrs = read_msrs(fd, msrs).map_err(failed("the MSRs"))?;
+    let msrs = [msrs, &unlisted_msrs(fd, msrs)].concat();
+    let msrs = read_msrs(fd, &msrs).map_err(failed("the MSRs"))?;
     let events = fd.get_vcpu_events().map_err(failed("the events"))?;
     Ok(VcpuState {
         cpuid: to_bytes(cpuid),
@@ -81,15 +97,33 @@ fn runs_guests(sregs: &kvm_sregs) -> bool {
     sregs.efer & EFER_SVM != 0 || sregs.cr4 & CR4_VMX != 0
 }
 
+/// Returns MSRs that Linux uses and `KVM_GET_MSR_INDEX_LIST` leaves out: memory types and machine
+/// checks. The vCPU need not have all of them.
+fn unlisted_msrs(fd: &VcpuFd, listed: &[u32]) -> Vec<u32> {
+    let count = |capabilities| {
+        // Both registers have the number in bits 7 to 0.
+        let capabilities = system_registers::msr(fd, capabilities).unwrap_or_default();
+        u32::from(capabilities.to_le_bytes()[0])
+    };
+    let ranges = IA32_MTRR_PHYSBASE0..IA32_MTRR_PHYSBASE0 + 2 * count(IA32_MTRRCAP);
+    let banks = IA32_MC0_CTL..IA32_MC0_CTL + 4 * count(IA32_MCG_CAP);
+    let single = [IA32_PAT, IA32_MTRR_DEF_TYPE, IA32_MCG_STATUS, IA32_MCG_CTL];
+    let all = ranges.chain(IA32_MTRR_FIXED).chain(single).chain(banks);
+    all.filter(|index| !listed.contains(index)).collect()
+}
+
 /// Reads MSRs. Those that the guest does not have are left out: KVM stops at the first of them.
 fn read_msrs(fd: &VcpuFd, mut indices: &[u32]) -> Result<Vec<kvm_msr_entry>, Error> {
     let mut found = Vec::with_capacity(indices.len());
     while !indices.is_empty() {
-        let entries: Vec<_> = indices.iter().map(|&index| msr(index, 0)).collect();
+        let some = &indices[..indices.len().min(KVM_MAX_MSR_ENTRIES)];
+        let entries: Vec<_> = some.iter().map(|&index| msr(index, 0)).collect();
         let mut msrs = Msrs::from_entries(&entries).map_err(|_| Error::new(libc::E2BIG))?;
         let count = fd.get_msrs(&mut msrs)?;
         found.extend_from_slice(&msrs.as_slice()[..count]);
-        indices = indices.get(count + 1..).unwrap_or_default();
+        // KVM has refused the one after them, unless they are all.
+        let done = some.len().min(count + 1);
+        indices = &indices[done..];
     }
     Ok(found)
 }
@@ -157,13 +191,15 @@ pub(crate) fn restore(fd: &VcpuFd, state: &VcpuState) -> Result<CpuId, SnapshotE
 /// Writes MSRs. A value that KVM refuses is accepted if the new vCPU has it already.
 fn write_msrs(fd: &VcpuFd, mut entries: &[kvm_msr_entry]) -> Result<(), SnapshotError> {
     while !entries.is_empty() {
-        let msrs = Msrs::from_entries(entries)
-            .map_err(|_| SnapshotError::Invalid("the MSRs of a vCPU"))?;
+        let some = &entries[..entries.len().min(KVM_MAX_MSR_ENTRIES)];
+        let msrs =
+            Msrs::from_entries(some).map_err(|_| SnapshotError::Invalid("the MSRs of a vCPU"))?;
         let count = fd
             .set_msrs(&msrs)
             .map_err(SnapshotError::kvm("set the MSRs of a vCPU"))?;
-        let Some(refused) = entries.get(count) else {
-            return Ok(());
+        let Some(refused) = some.get(count) else {
+            entries = &entries[some.len()..];
+            continue;
         };
         if system_registers::msr(fd, refused.index) != Some(refused.data) {
             return Err(SnapshotError::Msr(refused.index));
