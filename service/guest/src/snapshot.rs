@@ -65,7 +65,7 @@ pub enum SaveError {
     Unable(String),
     /// The receiver has gone or was too slow.
     #[error(
-        "the client did not take the snapshot in time; repeat the command, with a longer --timeout"
+        "the guest was not saved in time, because the client, the host's storage or an earlier command was slow; repeat the command with a longer --timeout"
     )]
     Closed,
 }

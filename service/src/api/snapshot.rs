@@ -11,7 +11,7 @@
 
 use std::time::Duration;
 
-use patchbay_guest::snapshot::{MemorySink, SinkClosed};
+use patchbay_guest::snapshot::{MemorySink, SaveError, SinkClosed};
 use patchbay_proto::v1;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -103,9 +103,7 @@ pub fn save(
             }
             Ok(Err(error)) => error,
             Err(_) => KeysError::NotSaved {
-                message: format!(
-                    "the client did not take the snapshot within {timeout:?}; repeat the command with a longer --timeout"
-                ),
+                message: SaveError::Closed.to_string(),
             },
         };
         let _ = sender.send(Err(last.into())).await;
@@ -118,7 +116,6 @@ mod tests {
     use std::sync::Arc;
     use std::time::Instant;
 
-    use patchbay_guest::snapshot::SaveError;
     use patchbay_guest::testing::{InMemoryGuest, TestKey};
     use tokio::sync::mpsc::UnboundedReceiver;
     use tokio_stream::{Stream, StreamExt};
