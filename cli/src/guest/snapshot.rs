@@ -11,7 +11,7 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use patchbay_proto::v1;
+use patchbay_proto::{SNAPSHOT_MEMORY, SNAPSHOT_STATE, v1};
 use serde::Serialize;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_stream::StreamExt;
@@ -23,10 +23,6 @@ use crate::print::{Printable, print};
 
 /// The time to take a snapshot, unless --timeout is given.
 const TIMEOUT: Duration = Duration::from_secs(60);
-
-/// Names of the files; `patchbay_vmm::snapshot` reads them.
-const MEMORY: &str = "memory";
-const STATE: &str = "state";
 
 /// A snapshot that was written.
 #[derive(Debug, Serialize)]
@@ -146,8 +142,8 @@ impl Unfinished {
             .map_err(failed)?;
         let create = |name: &str| File::create_new(hidden.path().join(name)).map_err(failed);
         Ok(Self {
-            memory: create(MEMORY)?,
-            state: create(STATE)?,
+            memory: create(SNAPSHOT_MEMORY)?,
+            state: create(SNAPSHOT_STATE)?,
             hidden,
             taken: Taken {
                 folder: folder.to_owned(),

@@ -38,6 +38,8 @@ use kvm_ioctls::VcpuFd;
 use patchbay_guest::snapshot::{ControlState, KeptArray, KeptRequest, SaveError};
 use prost::Message;
 
+pub use patchbay_proto::{SNAPSHOT_MEMORY as MEMORY_FILE, SNAPSHOT_STATE as STATE_FILE};
+
 pub(crate) use self::chips::{restore as restore_chips, save as save_chips};
 pub(crate) use self::memory::{save as save_memory, verify as verify_memory};
 pub(crate) use self::state::{
@@ -49,11 +51,6 @@ pub(crate) use self::vcpu::save as save_vcpu;
 use crate::devices::{Console, PowerManagement, Virtio};
 use crate::probe::Transports;
 use crate::x86::cpuid::VCPUS_MAX;
-
-/// Name of the file with the guest's memory.
-pub const MEMORY_FILE: &str = "memory";
-/// Name of the file with the rest of the state.
-pub const STATE_FILE: &str = "state";
 
 /// Limit on the size of `state` in bytes. 16 vCPUs and 4,096 registered modules need 18 MiB, holds
 /// and claims at most 32 MiB.
