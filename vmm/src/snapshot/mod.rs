@@ -30,13 +30,14 @@ mod vcpu;
 
 use std::fs::File;
 use std::io::Read;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 use kvm_ioctls::VcpuFd;
+use patchbay_guest::log_file::{self, LogPath};
 use patchbay_guest::snapshot::{ControlState, KeptArray, KeptRequest, SaveError};
 use prost::Message;
+use rustix::fs::OFlags;
 
 pub use patchbay_proto::{SNAPSHOT_MEMORY as MEMORY_FILE, SNAPSHOT_STATE as STATE_FILE};
 
@@ -144,16 +145,12 @@ pub struct Snapshot {
     digest: [u8; 32],
 }
 
-/// Opens a regular file. A FIFO does not block the caller.
-fn open_file(path: &Path) -> std::io::Result<File> {
-    let mut options = File::options();
-    let options = options
-        .read(true)
-        .custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW);
-    let file = options.open(path)?;
-    match file.metadata()?.is_file() {
-        true => Ok(file),
-        false => Err(std::io::Error::other("it is not a regular file")),
+/// Opens a regular file, and returns its size in bytes. A FIFO does not block the caller.
+fn open_file(path: &Path) -> std::io::Result<(File, u64)> {
+    let file = LogPath::new(path)?.open(OFlags::RDONLY | OFlags::NONBLOCK)?;
+    match log_file::length(&file)? {
+        Some(length) => Ok((file, length)),
+        None => Err(std::io::Error::other("it is not a regular file")),
     }
 }
 
@@ -166,7 +163,7 @@ impl Snapshot {
         let path = folder.join(STATE_FILE);
         let read = |path: &Path| {
             let mut bytes = vec![];
-            let file = open_file(path)?;
+            let (file, _) = open_file(path)?;
             file.take(STATE_MAX + 1).read_to_end(&mut bytes)?;
             Ok(bytes)
         };
@@ -181,8 +178,8 @@ impl Snapshot {
             return Err(SnapshotError::Invalid("its number of vCPUs is not 1 to 16"));
         }
         let path = folder.join(MEMORY_FILE);
-        let opened = open_file(&path).and_then(|file| Ok((file.metadata()?.len(), file)));
-        let (found, file) = opened.map_err(|error| SnapshotError::Open { path, error })?;
+        let opened = open_file(&path);
+        let (file, found) = opened.map_err(|error| SnapshotError::Open { path, error })?;
         if found != memory {
             return Err(SnapshotError::MemoryLength {
                 expected: memory,
