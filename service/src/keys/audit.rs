@@ -139,8 +139,8 @@ impl AuditLog {
         self.promise("claims", claims).map(drop)
     }
 
-    /// Writes the import of a ledger and syncs it to the disk. Returns the id for the outcome, which
-    /// is written if the import fails.
+    /// Writes the import of a ledger and syncs it to the disk. Returns the id for the outcome,
+    /// which is written if the import fails.
     ///
     /// # Errors
     /// [`KeysError::AuditLogUnwritable`]: the ledger must not be imported.

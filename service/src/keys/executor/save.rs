@@ -58,12 +58,35 @@ impl<G: Guest> Executor<G> {
                 requests: self.shared.registry.kept_requests(),
                 ledger,
             };
+            self.check_names(&control)?;
             let saved = self.guest.save(paused, control, &mut *request.sink);
             return saved.map_err(not_saved);
         }
         Err(KeysError::NotSaved {
             message: "whenever the guest was stopped, its kernel had just registered or withdrawn keys; repeat the command".to_owned(),
         })
+    }
+
+    /// Refuses holds and claims on keys that could have other names in a copy. A key of the kernel
+    /// that only a module lists, and whose name another key has, is named by its address; a copy
+    /// numbers such keys instead, because it finds them in one list.
+    fn check_names(&self, control: &ControlState) -> Result<(), KeysError> {
+        let known = match control.ledger.is_empty() || control.requests.is_empty() {
+            true => None,
+            false => self.shared.registry.known().ok(),
+        };
+        let mut keys = known
+            .iter()
+            .flat_map(|known| known.registration.catalog.keys());
+        match keys.find(|key| key.full_name.contains("#0x")) {
+            Some(key) => Err(KeysError::NotSaved {
+                message: format!(
+                    "the kernel has several keys of the name of {}, and a copy would name them otherwise; release all holds and claims first",
+                    key.full_name
+                ),
+            }),
+            None => Ok(()),
+        }
     }
 }
 

@@ -84,6 +84,32 @@ async fn the_boot_of_a_copy_has_a_name_of_its_own() {
     assert_eq!(made.boot, names[0]);
 }
 
+/// A copy would number the two keys, so it would not find the hold's key by its name.
+#[tokio::test]
+async fn holds_are_not_saved_if_keys_would_have_other_names_in_a_copy() {
+    let registry = Arc::new(Registry::default());
+    let guest = InMemoryGuest::boot(Arc::clone(&registry), &[TestKey::new("alpha", 1)]);
+    let config = KeysConfig::default();
+    let (keys, _) = Keys::start(Arc::clone(&guest), registry, config).expect("a thread");
+    let clock = ManualClock::new();
+    let service = Service { keys, clock };
+    service.update("alpha", Op::Inc, None).await.expect("made");
+    assert_ne!(saved(&service, &guest).await, b"");
+
+    assert_eq!(guest.add_module("mod", &[TestKey::new("alpha", 1)]), 0);
+    assert_ne!(saved(&service, &guest).await, b"", "the module's own key");
+    assert_eq!(guest.delete_module("mod"), 0);
+    let added = guest.add_module_again("mod", |module| {
+        // The record's last member: the key is the kernel's.
+        guest.write(module.directory.keys + 24, &[0; 8]);
+    });
+    assert_eq!(added, 0);
+    let error = service.keys.save(SaveRequest::to_nobody()).await;
+    let error = error.expect_err("refused").to_string();
+    assert!(error.contains("of the name of alpha#0x"), "{error}");
+    assert_eq!(guest.saved(), []);
+}
+
 #[tokio::test]
 async fn a_hold_expires_in_the_copy_too() {
     let guest = boot();
