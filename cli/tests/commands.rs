@@ -9,6 +9,7 @@ mod commands {
     mod ci_bad_input;
     mod ci_compare;
     mod ci_files;
+    mod ci_fresh;
     mod claims;
     mod completion;
     mod debug;

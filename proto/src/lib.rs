@@ -49,6 +49,8 @@ pub mod pages;
 #[cfg(feature = "grpc")]
 pub mod scope;
 #[cfg(feature = "grpc")]
+pub mod snapshot;
+#[cfg(feature = "grpc")]
 pub mod socket;
 #[cfg(feature = "grpc")]
 pub mod stream;

@@ -90,10 +90,16 @@ pub struct RunArgs {
     /// keys with which it fails.
     #[arg(long, requires = "matrix")]
     pub together: bool,
+    /// Boots one guest, saves it, and starts each run of the matrix in a fresh copy of it.
+    #[arg(long, requires = "matrix")]
+    pub fresh: bool,
+    /// Number of copies that run at once, 1 to 64. Each has the memory and the vCPUs of a guest.
+    #[arg(long, value_name = "COUNT", default_value_t = 1, requires = "fresh", conflicts_with = "together", value_parser = clap::value_parser!(u8).range(1..=64))]
+    pub jobs: u8,
     /// Copies a file or folder of the guest to the folder of --collect-into after the command ends.
     #[arg(long, value_name = "PATH")]
     pub collect: Vec<String>,
-    /// Folder for collected files.
+    /// Folder for collected files. With --fresh, each run has a folder of its own in it.
     #[arg(long, value_name = "FOLDER", default_value = "collected")]
     pub collect_into: PathBuf,
     /// Writes the results as JUnit XML.
@@ -235,6 +241,40 @@ mod tests {
             "5\u{e9}",
         ] {
             parse_memory(bad).expect_err(bad);
+        }
+    }
+
+    #[test]
+    fn jobs_need_fresh_copies_and_keys_to_share() {
+        #[derive(Debug, clap::Parser)]
+        struct Parsed {
+            #[command(flatten)]
+            run: RunArgs,
+        }
+        let parse = |words: &str| {
+            let line = format!("run --kernel k {words} -- true");
+            <Parsed as clap::Parser>::try_parse_from(line.split_whitespace())
+        };
+        let jobs = |words| parse(words).map(|parsed| (parsed.run.fresh, parsed.run.jobs));
+        for (good, expected) in [
+            ("", (false, 1)),
+            ("--matrix a", (false, 1)),
+            ("--matrix a --fresh", (true, 1)),
+            ("--matrix a --fresh --together", (true, 1)),
+            ("--matrix a --fresh --jobs 64", (true, 64)),
+        ] {
+            assert_eq!(jobs(good).unwrap(), expected, "{good}");
+        }
+        for bad in [
+            "--fresh",
+            "--jobs 2",
+            "--jobs 1",
+            "--matrix a --jobs 2",
+            "--matrix a --fresh --jobs 0",
+            "--matrix a --fresh --jobs 65",
+            "--matrix a --fresh --jobs 2 --together",
+        ] {
+            parse(bad).expect_err(bad);
         }
     }
 

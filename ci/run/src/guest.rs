@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Boots a guest to run commands in it.
+//! Boots a guest to run commands in it, or starts it as a copy.
 
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
@@ -9,11 +9,15 @@ use anyhow::{Context, Result, bail};
 use patchbay_lab::step::dying_with_us;
 use patchbay_proto::EXEC_WORD;
 use patchbay_proto::agent::v1::ExecStart;
+use patchbay_proto::snapshot::SnapshotFiles;
+use patchbay_proto::v1::SnapshotGuestRequest;
+use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use tempfile::TempDir;
 use tokio::process::{Child, Command};
+use tonic::Request;
 
 use crate::console::Console;
-use crate::keys::Keys;
+use crate::keys::{self, Keys};
 use crate::monitor;
 use crate::overlay;
 use crate::place::patience;
@@ -22,6 +26,10 @@ use crate::session::{End, Session, Sink};
 /// The time limit for the console to deliver the output that the kernel printed before a command
 /// ended.
 const CONSOLE_TIME: Duration = Duration::from_secs(10);
+/// The time limit for saving a guest.
+const SAVE_TIME: Duration = Duration::from_secs(120);
+/// Additional time for the monitor to say that the time has passed.
+const ANSWER_TIME: Duration = Duration::from_secs(10);
 /// The number of console lines shown when a guest does not boot.
 const SHOWN_LINES: usize = 25;
 
@@ -56,7 +64,7 @@ pub struct Outcome {
     pub time: Duration,
 }
 
-/// A booted guest. Dropping it kills the monitor.
+/// A guest that runs. Dropping it kills the monitor.
 #[derive(Debug)]
 pub struct Guest {
     monitor: Child,
@@ -69,19 +77,19 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Boots a guest and waits for its agent.
+    /// Boots a guest, or starts a copy of the one in a snapshot, and waits for its agent.
     ///
     /// # Errors
     /// The monitor does not start, or the guest's agent does not connect; the message contains the
     /// end of the console's output.
-    pub async fn boot(config: &Config) -> Result<Self> {
+    pub async fn start(config: &Config, snapshot: Option<&Path>) -> Result<Self> {
         let folder = tempfile::Builder::new()
             .prefix("patchbay-ci-")
             .tempdir()
             .context("cannot create a temporary directory")?;
         let listener = monitor::listen(folder.path())?;
         let log = folder.path().join("monitor.log");
-        let mut monitor = start_monitor(config, folder.path(), &log)?;
+        let mut monitor = start_monitor(config, snapshot, folder.path(), &log)?;
         let stdout = monitor
             .stdout
             .take()
@@ -90,6 +98,9 @@ impl Guest {
         let connected = tokio::select! {
             accepted = listener.accept() => accepted.map(|(stream, _)| stream).map_err(Into::into),
             error = console.boot_error() => Err(match error {
+                Some(error) if snapshot.is_some() => {
+                    anyhow::anyhow!("the copy of the guest did not start: {error}")
+                }
                 Some(error) => anyhow::anyhow!("the guest did not boot: {error}"),
                 None => ended(&mut monitor, &console, &log).await,
             }),
@@ -193,35 +204,63 @@ impl Guest {
     /// # Errors
     /// The monitor does not answer, or the kernel's keys are not known.
     pub async fn keys(&self) -> Result<Keys> {
-        Keys::connect(&self.folder.path().join(monitor::API_SOCKET)).await
+        Keys::connect(&self.socket()).await
     }
 
-    /// Ends the guest at once. It has no disks, so nothing is lost.
-    pub async fn end(mut self) {
+    /// Saves the guest in a folder, which must be empty. The guest runs on.
+    ///
+    /// # Errors
+    /// The monitor cannot save the guest, or the folder cannot be written.
+    pub async fn save(&self, folder: &Path) -> Result<()> {
+        let mut files = SnapshotFiles::create(folder).with_context(|| cannot_write(folder))?;
+        let mut service = GuestServiceClient::new(keys::channel(&self.socket()).await?);
+        let limit = patience(SAVE_TIME);
+        let mut request = Request::new(SnapshotGuestRequest {
+            timeout: Some(limit.try_into()?),
+            ..Default::default()
+        });
+        request.set_timeout(limit + ANSWER_TIME);
+        let parts = service.snapshot_guest(request).await;
+        let mut parts = parts.map_err(keys::sentence)?.into_inner();
+        while let Some(part) = parts.message().await.map_err(keys::sentence)? {
+            files.add(&part).with_context(|| cannot_write(folder))?;
+        }
+        files.finish().with_context(|| cannot_write(folder))
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.folder.path().join(monitor::API_SOCKET)
+    }
+
+    /// Ends the guest at once, and returns the kernel's reports since the last command. The guest
+    /// has no disks, so nothing is lost.
+    pub async fn end(mut self) -> Vec<String> {
         let _ = self.monitor.kill().await;
+        let _ = tokio::time::timeout(patience(CONSOLE_TIME), self.console.end()).await;
+        self.console.take_reports()
     }
 }
 
-fn start_monitor(config: &Config, folder: &Path, log: &Path) -> Result<Child> {
-    let command_line = format!(
-        "console=ttyS0 loglevel=5 panic=-1 reboot=k printk.devkmsg=on rdinit={} {EXEC_WORD} {}",
-        overlay::INIT_PATH,
-        config.command_line
-    );
-    let log =
-        std::fs::File::create(log).with_context(|| format!("cannot write {}", log.display()))?;
-    let kernel = (&*config.kernel, &*command_line);
-    let vcpus = config.vcpus.into();
-    let mut command = monitor::command(&config.monitor, folder, kernel, &config.memory, vcpus);
+fn cannot_write(path: &Path) -> String {
+    format!("cannot write {}", path.display())
+}
+
+/// Starts the monitor with the devices of every guest: a console and vsock, and no disks.
+fn start_monitor(
+    config: &Config,
+    snapshot: Option<&Path>,
+    folder: &Path,
+    log: &Path,
+) -> Result<Child> {
+    let log = std::fs::File::create(log).with_context(|| cannot_write(log))?;
+    let mut command = match snapshot {
+        Some(snapshot) => monitor::copy(&config.monitor, folder, snapshot),
+        None => boot_command(config, folder),
+    };
     command
-        .arg("--initrd")
-        .arg(&config.initramfs)
         .args(["--console", "stdout"])
         .arg("--vsock")
         .arg(folder.join(monitor::VSOCK));
-    if config.acpi_devices {
-        command.arg("--acpi-devices");
-    }
     if config.allow_guarded {
         command.arg("--allow-guarded");
     }
@@ -235,7 +274,23 @@ fn start_monitor(config: &Config, folder: &Path, log: &Path) -> Result<Child> {
         .context("cannot start setpriv(1), which starts the monitor")
 }
 
-/// Returns the reason why a monitor ended before its guest had booted.
+fn boot_command(config: &Config, folder: &Path) -> std::process::Command {
+    let command_line = format!(
+        "console=ttyS0 loglevel=5 panic=-1 reboot=k printk.devkmsg=on rdinit={} {EXEC_WORD} {}",
+        overlay::INIT_PATH,
+        config.command_line
+    );
+    let kernel = (&*config.kernel, &*command_line);
+    let vcpus = config.vcpus.into();
+    let mut command = monitor::command(&config.monitor, folder, kernel, &config.memory, vcpus);
+    command.arg("--initrd").arg(&config.initramfs);
+    if config.acpi_devices {
+        command.arg("--acpi-devices");
+    }
+    command
+}
+
+/// Returns the reason why a monitor ended before its guest's agent had connected.
 async fn ended(monitor: &mut Child, console: &Console, log: &Path) -> anyhow::Error {
     let status = monitor.wait().await;
     console.end().await;

@@ -121,10 +121,7 @@ pub struct Keys {
 impl Keys {
     /// Connects, and waits until the kernel's keys are known.
     pub(crate) async fn connect(socket: &Path) -> Result<Self> {
-        let channel = client::endpoint()
-            .connect_with_connector(client::unix_socket(socket))
-            .await
-            .with_context(|| format!("no monitor answers on {}", socket.display()))?;
+        let channel = channel(socket).await?;
         let mut guest = GuestServiceClient::new(channel.clone());
         let mut client = StaticKeysServiceClient::new(channel);
         let registered = async {
@@ -238,6 +235,14 @@ impl Keys {
         request.set_timeout(place::patience(CHANGE_TIME));
         self.client.update_static_keys(request).await.map(drop)
     }
+}
+
+/// Connects to a monitor.
+pub(crate) async fn channel(socket: &Path) -> Result<Channel> {
+    client::endpoint()
+        .connect_with_connector(client::unix_socket(socket))
+        .await
+        .with_context(|| format!("no monitor answers on {}", socket.display()))
 }
 
 /// Returns the reason why a key is not flipped.

@@ -11,8 +11,11 @@
 //!   session   commands over that connection
 //!   console   finds the kernel's reports, and the marks around a command that the agent logs
 //!   keys      the monitor's API, for --set and --matrix
-//!   runner    runs the command with keys flipped, restores them; reboots after a crash or a report
+//!   runner    runs the command with keys flipped, restores them; reboots after a crash or a report;
+//!             or starts each run in a copy of a saved guest
+//!   collect   copies files of the guest to this machine
 //!   matrix    key by key, or together with ddmin
+//!   workers   shares the runs of a matrix among runners, and keeps their order
 //!   compare   the effect of keys on a command, with an interval
 //!   report    JUnit XML, KTAP
 //!   place     this machine's KVM, or the lab
@@ -33,6 +36,7 @@ macro_rules! tell {
 }
 
 mod args;
+mod collect;
 pub mod compare;
 pub mod console;
 mod ddmin;
@@ -48,6 +52,7 @@ pub mod programs;
 mod report;
 mod runner;
 pub mod session;
+mod workers;
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -58,6 +63,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::args::Arguments;
 pub use crate::args::{CompareArgs, RunArgs};
+use crate::collect::Collect;
 use crate::compare::{Comparison, Ended};
 use crate::console::printable;
 use crate::guest::Outcome;
@@ -161,21 +167,30 @@ async fn interrupted() -> u8 {
 
 async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
     let start = Instant::now();
-    let (mut runner, preparation, _files) = prepare::runner(&arguments.guest, limit).await?;
+    let (mut runner, preparation, files) = prepare::runner(&arguments.guest, limit).await?;
+    let jobs = usize::from(arguments.jobs);
+    let collect = Collect {
+        paths: arguments.collect.clone(),
+        into: arguments.collect_into.clone(),
+    };
+    if arguments.fresh {
+        let snapshot = files.path().join("snapshot");
+        runner.save(&snapshot, collect.clone()).await?;
+    }
     let (cases, status) = if arguments.matrix.is_empty() {
         run_once(&mut runner, arguments).await?
     } else {
         let mut progress = Terminal;
         let cases = match arguments.together {
             true => matrix::together(&mut runner, &arguments.matrix, &mut progress).await?,
-            false => matrix::each(&mut runner, &arguments.matrix, &mut progress).await?,
+            false => matrix::each(&mut runner, &arguments.matrix, jobs, &mut progress).await?,
         };
         let failed = cases.iter().any(Case::failed);
         summarize(&cases);
         (cases, if failed { FAILED } else { 0 })
     };
-    if !arguments.collect.is_empty() {
-        collect(&mut runner, arguments).await?;
+    if !arguments.fresh {
+        collect.from(runner.booted(), None).await?;
     }
     runner.discard().await;
     if let Some(path) = &arguments.junit {
@@ -186,7 +201,7 @@ async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
         // A closed standard output does not change the result.
         let _ = std::io::stdout().write_all(report::ktap(&cases).as_bytes());
     }
-    prepare::print_times(start, preparation, &runner);
+    prepare::print_times(start, preparation, &runner, jobs);
     Ok(status)
 }
 
@@ -233,23 +248,6 @@ fn status(outcome: &Outcome) -> u8 {
         0 if !outcome.reports.is_empty() => FAILED,
         status => status,
     }
-}
-
-async fn collect(runner: &mut Runner, arguments: &RunArgs) -> Result<()> {
-    let into = &arguments.collect_into;
-    std::fs::create_dir_all(into).with_context(|| format!("cannot create {}", into.display()))?;
-    for path in &arguments.collect {
-        let Some(guest) = runner.booted() else {
-            tell!("patchbay: nothing is collected: the guest has ended");
-            return Ok(());
-        };
-        // The error is only printed, so that a missing file does not hide the reason why the run
-        // failed.
-        if let Err(error) = guest.collect(path, into).await {
-            tell!("patchbay: {}", printable(&format!("{error:#}")));
-        }
-    }
-    Ok(())
 }
 
 /// Forwards output and keeps its end.

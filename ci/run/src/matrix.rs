@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Runs the command with keys flipped, so that both sides of their branches are tested. All runs
-//! share one boot, unless a run makes a new boot necessary.
+//! share one boot, unless a run makes a new boot necessary, or each has a copy of one guest.
 
 use anyhow::{Result, bail};
 
@@ -8,11 +8,14 @@ use crate::ddmin::Search;
 use crate::keys::{Selected, Setting};
 use crate::report::{Case, Verdict};
 use crate::runner::{Attempt, Runner};
+use crate::workers;
 
 /// The name of the run without a flipped key.
 const BASELINE: &str = "no key flipped";
 /// The name of the run with all selected keys flipped.
 const TOGETHER: &str = "all keys flipped";
+/// The beginning of the name of a run with some of the selected keys flipped.
+const SUBSET: &str = "some keys flipped";
 
 /// Receives each case as soon as it is known.
 pub trait Progress {
@@ -20,34 +23,45 @@ pub trait Progress {
     fn note(&mut self, text: &str);
 }
 
-/// Runs the command without a flipped key, and then once per key. If the first run fails, no other
-/// follows.
+/// Runs the command without a flipped key, and then once per key, in as many guests at once as there
+/// are jobs. If the first run fails, no other follows.
 ///
 /// # Errors
 /// No guest boots, the globs select nothing, or the agent breaks the protocol.
 pub async fn each(
     runner: &mut Runner,
     patterns: &[String],
+    jobs: usize,
     progress: &mut impl Progress,
 ) -> Result<Vec<Case>> {
     let mut cases = vec![];
     let keys = begin(runner, patterns, &mut cases, progress).await?;
-    for Selected { setting, obstacle } in keys {
-        let name = setting.to_string();
-        let case = match obstacle {
-            Some(why) => skipped(name, why),
-            None => match runner
-                .attempt(&name, std::slice::from_ref(&setting))
-                .await?
-            {
-                Attempt::Ran(case) => case,
-                Attempt::Refused(why) => skipped(name, why),
-            },
-        };
+    let more = 1..jobs.min(keys.len());
+    let mut others: Vec<Runner> = more.map(|_| runner.another()).collect();
+    let workers = std::iter::once(&mut *runner).chain(&mut others);
+    let work = async |runner: &mut &mut Runner, key: Selected| one(runner, key).await;
+    let take = |case: Case| {
         progress.case(&case);
         cases.push(case);
+    };
+    workers::in_order(workers, keys, work, take).await?;
+    for other in others {
+        runner.join(other).await;
     }
     Ok(cases)
+}
+
+/// Runs the command with one key flipped.
+async fn one(runner: &mut Runner, key: Selected) -> Result<Case> {
+    let name = key.setting.to_string();
+    if let Some(why) = key.obstacle {
+        return Ok(skipped(name, why));
+    }
+    let attempt = runner.attempt(&name, &[key.setting]).await?;
+    Ok(match attempt {
+        Attempt::Ran(case) => case,
+        Attempt::Refused(why) => skipped(name, why),
+    })
 }
 
 /// Runs the command without a flipped key, and then with all keys flipped. If only the second run
@@ -100,10 +114,14 @@ async fn smallest(
             .collect()
     };
     let mut search = Search::new(settings.len());
+    let mut runs = 0;
     while let Some(numbers) = search.next() {
+        runs += 1;
+        // The name of each run differs, because its collected files have a folder of this name.
+        let name = format!("{SUBSET} {runs}");
         // A set that cannot be flipped counts as passed, so that the search continues with other
         // sets.
-        let case = match runner.attempt(TOGETHER, &chosen(&numbers)).await? {
+        let case = match runner.attempt(&name, &chosen(&numbers)).await? {
             Attempt::Ran(case) if case.failed() => Some(case),
             Attempt::Ran(_) | Attempt::Refused(_) => None,
         };
@@ -117,6 +135,7 @@ async fn smallest(
         .iter()
         .map(Setting::to_string)
         .collect();
+    failing.name = TOGETHER.to_owned();
     if let Verdict::Failed(why) = &mut failing.verdict {
         *why = format!("fails with {}: {why}", names.join(" "));
     }

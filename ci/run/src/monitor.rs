@@ -22,13 +22,26 @@ pub fn command(
     memory: &str,
     vcpus: u32,
 ) -> Command {
-    let mut command = Command::new(program);
+    let mut command = with_socket(program, folder);
     command
         .arg("--kernel")
         .arg(kernel)
         .args(["--cmdline", command_line.trim_end()])
         .args(["--memory", memory])
-        .args(["--vcpus", &vcpus.to_string()])
+        .args(["--vcpus", &vcpus.to_string()]);
+    command
+}
+
+/// Returns the command of a monitor that starts a copy of the guest in a snapshot.
+pub(crate) fn copy(program: &Path, folder: &Path, snapshot: &Path) -> Command {
+    let mut command = with_socket(program, folder);
+    command.arg("--from").arg(snapshot);
+    command
+}
+
+fn with_socket(program: &Path, folder: &Path) -> Command {
+    let mut command = Command::new(program);
+    command
         .arg("--api-socket")
         .arg(folder.join(API_SOCKET))
         .stdin(Stdio::null());

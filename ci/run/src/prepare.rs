@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use crate::args::GuestArgs;
 use crate::guest::{self, Config};
 use crate::overlay::{self, Overlay};
-use crate::runner::Runner;
+use crate::runner::{Runner, Times};
 use crate::{place, programs};
 
 const BOOT_LIMIT: Duration = Duration::from_secs(100);
@@ -40,20 +40,37 @@ pub async fn runner(arguments: &GuestArgs, limit: Duration) -> Result<(Runner, D
 }
 
 /// Prints how the time was spent.
-pub fn print_times(start: Instant, preparation: Duration, runner: &Runner) {
-    let (whole, times) = (start.elapsed(), runner.times);
+pub fn print_times(start: Instant, preparation: Duration, runner: &Runner, jobs: usize) {
     tell!(
-        "patchbay: {:.2} s: preparation {:.2} s, {} boot{} {:.2} s, commands {:.2} s, the rest {:.2} s",
-        whole.as_secs_f64(),
-        preparation.as_secs_f64(),
-        times.boots,
-        if times.boots == 1 { "" } else { "s" },
-        times.boot.as_secs_f64(),
-        times.commands.as_secs_f64(),
-        whole
-            .saturating_sub(preparation + times.boot + times.commands)
-            .as_secs_f64()
+        "patchbay: {}",
+        times(start.elapsed(), preparation, &runner.times, jobs)
     );
+}
+
+fn times(whole: Duration, preparation: Duration, times: &Times, jobs: usize) -> String {
+    let seconds = |time: Duration| format!("{:.2} s", time.as_secs_f64());
+    let counted = |count: u32, one: &str, several: &str, time: Duration| {
+        let what = if count == 1 { one } else { several };
+        format!("{count} {what} {}", seconds(time))
+    };
+    let mut parts = vec![
+        format!("preparation {}", seconds(preparation)),
+        counted(times.boots, "boot", "boots", times.boot),
+    ];
+    if times.copies > 0 {
+        parts.push(format!("snapshot {}", seconds(times.save)));
+        parts.push(counted(times.copies, "copy", "copies", times.copy));
+    }
+    parts.push(format!("commands {}", seconds(times.commands)));
+    // The times of copies that ran at once add up to more than the whole.
+    parts.push(match jobs {
+        0 | 1 => {
+            let known = preparation + times.boot + times.save + times.copy + times.commands;
+            format!("the rest {}", seconds(whole.saturating_sub(known)))
+        }
+        jobs => format!("up to {jobs} copies at once"),
+    });
+    format!("{}: {}", seconds(whole), parts.join(", "))
 }
 
 /// The initramfs of a guest, in memory, and the paths of its monitor and of its commands'
@@ -141,6 +158,30 @@ fn prepare(arguments: &GuestArgs, files: &Path) -> Result<Config> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_times_say_what_ran_at_once() {
+        let second = Duration::from_secs(1);
+        let mut spent = Times {
+            boots: 2,
+            boot: 3 * second,
+            commands: 4 * second,
+            ..Times::default()
+        };
+        assert_eq!(
+            times(10 * second, second, &spent, 1),
+            "10.00 s: preparation 1.00 s, 2 boots 3.00 s, commands 4.00 s, the rest 2.00 s"
+        );
+        spent.boots = 1;
+        spent.save = second;
+        spent.copies = 8;
+        spent.copy = 9 * second;
+        assert_eq!(
+            times(10 * second, second, &spent, 2),
+            "10.00 s: preparation 1.00 s, 1 boot 3.00 s, snapshot 1.00 s, 8 copies 9.00 s, \
+             commands 4.00 s, up to 2 copies at once"
+        );
+    }
 
     #[test]
     fn a_folder_is_no_file_for_results() {

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Runs the command in a guest with keys turned on or off, and boots a new guest after a crash or a
-//! report of the kernel.
+//! report of the kernel. Or runs it each time in a fresh copy of one guest.
 
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
+use crate::collect::Collect;
 use crate::console::printable;
 use crate::guest::{Config, Guest, Outcome};
 use crate::keys::{self, Keys, Setting};
@@ -49,20 +52,48 @@ pub struct Times {
     pub boots: u32,
     /// The time from the start of the monitor until the agent is connected.
     pub boot: Duration,
+    /// The time to save the guest of which the others are copies.
+    pub save: Duration,
+    pub copies: u32,
+    /// The time from the start of a copy's monitor until its agent is connected.
+    pub copy: Duration,
     /// The time spent in commands.
     pub commands: Duration,
+}
+
+impl Times {
+    /// Adds the times of a runner that ran at the same time.
+    fn add(&mut self, other: &Self) {
+        self.boots += other.boots;
+        self.boot += other.boot;
+        self.save += other.save;
+        self.copies += other.copies;
+        self.copy += other.copy;
+        self.commands += other.commands;
+    }
+}
+
+/// A saved guest, of which each run of the command gets a copy.
+#[derive(Clone, Debug)]
+struct Origin {
+    snapshot: PathBuf,
+    /// The files to copy from the guest of each run.
+    collect: Collect,
 }
 
 /// Runs commands in guests of one configuration.
 #[derive(Debug)]
 pub struct Runner {
-    pub config: Config,
+    pub config: Arc<Config>,
     pub command: Vec<String>,
     pub limit: Duration,
     /// The keys that are set in each guest, and their sides.
     pub base: Vec<Setting>,
     pub times: Times,
     guest: Option<(Guest, Option<Keys>)>,
+    origin: Option<Origin>,
+    /// The reports of the saved guest's kernel. They count for the first run.
+    reports: Vec<String>,
 }
 
 /// The result of an attempt to run the command.
@@ -75,24 +106,77 @@ pub enum Attempt {
 impl Runner {
     pub fn new(config: Config, command: Vec<String>, limit: Duration, base: Vec<Setting>) -> Self {
         Self {
-            config,
+            config: Arc::new(config),
             command,
             limit,
             base,
             times: Times::default(),
             guest: None,
+            origin: None,
+            reports: vec![],
         }
     }
 
-    /// Returns the guest, and boots one if there is none.
+    /// Boots a guest, sets its keys and saves it in a new folder. From now on each run of
+    /// [`Runner::attempt`] has a copy of it, and the run's files are collected.
+    ///
+    /// # Errors
+    /// The guest does not boot or cannot be saved, or the folder cannot be written.
+    pub async fn save(&mut self, folder: &Path, collect: Collect) -> Result<()> {
+        use std::os::unix::fs::DirBuilderExt;
+        // Only this user may read what is in the guest's memory.
+        let mut builder = std::fs::DirBuilder::new();
+        let created = builder.mode(0o700).create(folder);
+        created.with_context(|| format!("cannot create {}", folder.display()))?;
+        let guest = self.guest().await?;
+        let start = Instant::now();
+        let saved = guest.save(folder).await;
+        saved.context("the guest cannot be saved, which --fresh needs")?;
+        self.times.save = start.elapsed();
+        self.reports = self.discard().await;
+        self.origin = Some(Origin {
+            snapshot: folder.to_owned(),
+            collect,
+        });
+        Ok(())
+    }
+
+    /// Returns a runner whose guests are copies of the same saved guest.
+    #[must_use]
+    pub fn another(&self) -> Self {
+        Self {
+            config: self.config.clone(),
+            command: self.command.clone(),
+            limit: self.limit,
+            base: self.base.clone(),
+            times: Times::default(),
+            guest: None,
+            origin: self.origin.clone(),
+            reports: vec![],
+        }
+    }
+
+    /// Ends another runner.
+    pub async fn join(&mut self, mut other: Self) {
+        other.discard().await;
+        self.times.add(&other.times);
+    }
+
+    /// Returns the guest. If there is none, boots one or starts a copy.
     pub async fn guest(&mut self) -> Result<&mut Guest> {
         if self.guest.is_none() {
             let start = Instant::now();
-            let guest = Guest::boot(&self.config).await?;
-            self.times.boots += 1;
-            self.times.boot += start.elapsed();
+            let snapshot = self.origin.as_ref().map(|origin| &*origin.snapshot);
+            let guest = Guest::start(&self.config, snapshot).await?;
+            let (count, time) = match snapshot {
+                Some(_) => (&mut self.times.copies, &mut self.times.copy),
+                None => (&mut self.times.boots, &mut self.times.boot),
+            };
+            *count += 1;
+            *time += start.elapsed();
             let mut connected = None;
-            if !self.base.is_empty() {
+            // A copy has the keys of the saved guest.
+            if self.origin.is_none() && !self.base.is_empty() {
                 let mut known = guest.keys().await?;
                 let set = known.set(&self.base, self.config.allow_guarded).await;
                 set.map_err(keys::sentence)?;
@@ -126,14 +210,17 @@ impl Runner {
         sink: &mut (impl Sink + Send),
     ) -> Result<(Outcome, Option<String>)> {
         let (command, limit) = (self.command.clone(), self.limit);
+        let earlier = std::mem::take(&mut self.reports);
         let guest = self.guest().await?;
-        let outcome = guest.run(&command, limit, sink).await?;
+        let mut outcome = guest.run(&command, limit, sink).await?;
+        outcome.reports.splice(0..0, earlier);
         let failure = failure(&outcome, limit, || guest.loss());
         self.times.commands += outcome.time;
         Ok((outcome, failure))
     }
 
-    /// Flips keys, runs the command, and restores the keys.
+    /// Flips keys, runs the command, and restores the keys. With a saved guest, each run has a copy
+    /// of its own instead.
     ///
     /// # Errors
     /// No guest boots any longer, or the agent breaks the protocol.
@@ -165,8 +252,16 @@ impl Runner {
             output.push_str(&printable(report));
             output.push('\n');
         }
+        if let Some(Origin { collect, .. }) = self.origin.clone() {
+            if outcome.end == End::Lost {
+                self.discard().await;
+            }
+            let collected = collect.of_run(name).from(self.booted(), Some(name));
+            collected.await?;
+        }
         // A report changes the kernel's state: for example, WARN_ONCE() does not warn again.
-        let mut intact = outcome.end != End::Lost && outcome.reports.is_empty();
+        let mut intact =
+            self.origin.is_none() && outcome.end != End::Lost && outcome.reports.is_empty();
         if intact && !settings.is_empty() {
             let back: Vec<Setting> = settings.iter().map(Setting::reversed).collect();
             intact = self.keys().await?.set(&back, allow_guarded).await.is_ok();
@@ -187,10 +282,11 @@ impl Runner {
         self.guest.as_mut().map(|(guest, _)| guest)
     }
 
-    /// Ends the guest.
-    pub async fn discard(&mut self) {
-        if let Some((guest, _)) = self.guest.take() {
-            guest.end().await;
+    /// Ends the guest, and returns its kernel's reports since the last run.
+    pub async fn discard(&mut self) -> Vec<String> {
+        match self.guest.take() {
+            Some((guest, _)) => guest.end().await,
+            None => vec![],
         }
     }
 }

@@ -25,6 +25,8 @@ use crate::place::patience;
 const FETCH_MAX_BYTES: u64 = 4 << 30;
 /// Limit on the number of files of one fetch.
 const FETCH_MAX_FILES: usize = 100_000;
+/// The time limit for the next part of a fetch.
+const FETCH_TIME: Duration = Duration::from_secs(60);
 /// Time for a killed command to end.
 const KILL_TIME: Duration = Duration::from_secs(10);
 
@@ -155,7 +157,8 @@ impl Session {
         .await?;
         let mut receiver = Receiver::new(into);
         loop {
-            match self.next().await? {
+            let next = tokio::time::timeout(patience(FETCH_TIME), self.next()).await;
+            match next.context("the agent in the guest does not answer any more")?? {
                 Answer::File(file) => receiver.take(&file)?,
                 Answer::Fetched(_) => return Ok(receiver.files),
                 Answer::Error(error) => bail!(error),

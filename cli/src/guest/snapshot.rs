@@ -6,12 +6,12 @@
 //! hidden folder is removed.
 
 use std::fs::{File, Permissions};
-use std::io::Write;
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use patchbay_proto::{SNAPSHOT_MEMORY, SNAPSHOT_STATE, v1};
+use patchbay_proto::snapshot::{SnapshotError, SnapshotFiles};
+use patchbay_proto::v1;
 use serde::Serialize;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_stream::StreamExt;
@@ -109,9 +109,9 @@ fn interruption() -> Result<impl Future<Output = ()>, Failure> {
 /// A folder that is being written.
 struct Unfinished {
     hidden: tempfile::TempDir,
-    memory: File,
-    state: File,
-    taken: Taken,
+    files: SnapshotFiles,
+    /// The final folder.
+    folder: PathBuf,
 }
 
 impl Unfinished {
@@ -122,8 +122,8 @@ impl Unfinished {
             )));
         };
         // Without a "." at its end, to which no folder can be renamed.
-        let folder = &folder.with_file_name(name);
-        let failed = |error| failed(folder, &error);
+        let folder = folder.with_file_name(name);
+        let failed = |error| failed(&folder, &error);
         if folder.symlink_metadata().is_ok() {
             return Err(Failure::error(format!(
                 "{} exists; give a folder that does not exist",
@@ -140,67 +140,49 @@ impl Unfinished {
             .permissions(Permissions::from_mode(0o700))
             .tempdir_in(parent)
             .map_err(failed)?;
-        let create = |name: &str| File::create_new(hidden.path().join(name)).map_err(failed);
         Ok(Self {
-            memory: create(SNAPSHOT_MEMORY)?,
-            state: create(SNAPSHOT_STATE)?,
+            files: SnapshotFiles::create(hidden.path()).map_err(failed)?,
             hidden,
-            taken: Taken {
-                folder: folder.to_owned(),
-                memory_bytes: 0,
-                written_bytes: 0,
-            },
+            folder,
         })
     }
 
     fn add(&mut self, part: &v1::SnapshotGuestResponse) -> Result<(), Failure> {
-        let failed = |error| failed(&self.taken.folder, &error);
-        if part.memory_bytes != 0 {
-            self.taken.memory_bytes = part.memory_bytes;
-            self.memory.set_len(part.memory_bytes).map_err(failed)?;
-        }
-        let end = part.memory_offset.checked_add(part.memory.len() as u64);
-        if end.is_none_or(|end| end > self.taken.memory_bytes) {
-            return Err(Failure::error(
-                "the guest's monitor sent more memory than the guest has; report it",
-            ));
-        }
-        self.memory
-            .write_all_at(&part.memory, part.memory_offset)
-            .map_err(failed)?;
-        self.state.write_all(&part.state).map_err(failed)?;
-        self.taken.written_bytes += (part.memory.len() + part.state.len()) as u64;
-        Ok(())
+        let added = self.files.add(part);
+        added.map_err(|error| self.failed(error))
     }
 
     /// Makes the folder appear under its name.
     fn finish(self) -> Result<Taken, Failure> {
-        let state = self.state.metadata();
-        if state.is_ok_and(|state| state.len() == 0) || self.taken.memory_bytes == 0 {
-            return Err(Failure::error(
-                "the guest's monitor sent only a part of the guest; report it",
-            ));
-        }
+        let finished = self.files.finish();
+        finished.map_err(|error| self.failed(error))?;
         let rename = || {
-            for file in [&self.memory, &self.state] {
-                // Copies of the guest map the file: a write would change them.
-                file.set_permissions(Permissions::from_mode(0o400))?;
-                file.sync_all()?;
-            }
+            self.files.sync()?;
             File::open(self.hidden.path())?.sync_all()?;
             let parent = File::open(self.hidden.path().join(".."))?;
             // Fails if another command has made a folder with content meanwhile.
-            std::fs::rename(self.hidden.path(), &self.taken.folder)?;
+            std::fs::rename(self.hidden.path(), &self.folder)?;
             Ok(parent)
         };
-        let parent = rename().map_err(|error| failed(&self.taken.folder, &error))?;
+        let parent = rename().map_err(|error| failed(&self.folder, &error))?;
         parent.sync_all().map_err(|error| {
             Failure::error(format!(
                 "the snapshot is in {}, but may be lost if the machine loses power: its parent cannot be synced ({error})",
-                self.taken.folder.display()
+                self.folder.display()
             ))
         })?;
-        Ok(self.taken)
+        Ok(Taken {
+            memory_bytes: self.files.memory_bytes(),
+            written_bytes: self.files.written_bytes(),
+            folder: self.folder,
+        })
+    }
+
+    fn failed(&self, error: SnapshotError) -> Failure {
+        match error {
+            SnapshotError::Write(error) => failed(&self.folder, &error),
+            error => Failure::error(error.to_string()),
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 //! guest and simulates the agent. The tests of `ci compare` use the same guests.
 
 use std::io::Read;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -15,10 +16,13 @@ use patchbay_proto::agent::v1::{
     ExecExited, ExecFetched, ExecFile, ExecHello, ExecOutput, ExecStarted, FromExec, ToExec,
 };
 use patchbay_proto::agent_frame;
+use patchbay_proto::v1::SnapshotGuestResponse;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use tokio::runtime::Runtime;
 
-use super::lab::{Lab, end};
+use super::fake::Fake;
+use super::lab::{Lab, end, runtime};
 
 /// The environment variable that passes the monitor's arguments to the process that simulates the
 /// monitor.
@@ -29,6 +33,9 @@ const PATIENCE: Timespec = Timespec {
     tv_nsec: 0,
 };
 const KEYS: [&str; 8] = ["a", "b", "c", "d", "e", "f", "g", "h"];
+
+/// The content of a saved guest's state.
+const STATE: &[u8] = b"the state of a test";
 
 /// The guest that a run boots.
 struct FakeGuest {
@@ -64,6 +71,11 @@ impl FakeGuest {
     /// Returns whether all these keys are on.
     fn on(&self, keys: &[String]) -> bool {
         keys.iter().all(|key| self.keys.guest.count(key) > 0)
+    }
+
+    /// Returns whether one of these keys is on.
+    fn any_on(&self, keys: &[&str]) -> bool {
+        keys.iter().any(|key| self.keys.guest.count(key) > 0)
     }
 
     /// Simulates a command.
@@ -113,6 +125,29 @@ impl FakeGuest {
                 self.print(1, "output of the test\n");
                 self.end(mark, Some(if failed { 9 } else { 0 }), 0);
             }
+            // With the key on, ends after the command with another key on, which must run at the
+            // same time.
+            ["wait-for", _, other] => {
+                if self.on(&argv[1..2]) {
+                    until(|| Path::new("done").exists());
+                } else if self.any_on(&[other]) {
+                    std::fs::write("done", "").expect("written");
+                }
+                self.end(mark, Some(0), 0);
+            }
+            // Prints the number of commands that this guest has run.
+            ["number"] => {
+                self.print(1, &format!("command {mark} of its guest\n"));
+                self.end(mark, Some(0), 0);
+            }
+            ["stay-with", ref keys @ ..] if self.any_on(keys) => stay(),
+            // With the key on, waits until that many other guests stay, and breaks the protocol.
+            ["break-with", _, _, ref keys @ ..] if self.any_on(keys) => stay(),
+            ["break-with", key, others, ..] if self.any_on(&[key]) => {
+                let others = others.parse().expect("a number");
+                until(|| staying(Path::new(".")).len() == others);
+                self.send(Answer::Fetched(ExecFetched {}));
+            }
             ["panic-with", ..] if self.on(&argv[1..]) => {
                 console("[    8.000000] Kernel panic - not syncing: the other side");
                 std::process::exit(0);
@@ -160,6 +195,45 @@ impl FakeGuest {
     }
 }
 
+/// Runs on with a command that does not end, and leaves a file with the process id.
+fn stay() -> ! {
+    std::fs::write(format!("stays.{}", std::process::id()), "").expect("written");
+    run_on()
+}
+
+/// Returns the process ids of the monitors whose guests stay.
+pub(super) fn staying(folder: &Path) -> Vec<i32> {
+    let files = std::fs::read_dir(folder).expect("a folder");
+    let names = files.map(|file| file.expect("a name").file_name());
+    let pid = |name: std::ffi::OsString| name.to_str()?.strip_prefix("stays.")?.parse().ok();
+    names.filter_map(pid).collect()
+}
+
+/// Waits for an event of another process, of which that process does not tell this one.
+pub(super) fn until(happened: impl Fn() -> bool) {
+    while !happened() {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+}
+
+/// Serves a monitor whose guest can be saved, and which has none of the keys.
+fn serve_savable(socket: &Path) -> Runtime {
+    let runtime = runtime();
+    let fake = Fake::serve(&runtime, socket, &[""]);
+    let parts = [
+        SnapshotGuestResponse {
+            memory_bytes: 64 << 20,
+            ..Default::default()
+        },
+        SnapshotGuestResponse {
+            state: STATE.to_vec(),
+            ..Default::default()
+        },
+    ];
+    fake.guest("", |guest| guest.snapshot = parts.map(Ok).to_vec());
+    runtime
+}
+
 fn console(line: &str) {
     println!("{line}\r");
 }
@@ -187,8 +261,15 @@ fn monitor() {
         let at = words.iter().position(|word| *word == option);
         at.map(|at| words[at + 1]).expect("given")
     };
-    for word in ["rdinit=/patchbay/init", "patchbay.exec"] {
-        assert!(words.contains(&word), "{arguments}");
+    if words.contains(&"--from") {
+        let snapshot = Path::new(value("--from"));
+        let state = std::fs::read(snapshot.join("state"));
+        assert_eq!(state.expect("a file"), STATE);
+        assert!(snapshot.join("memory").is_file());
+    } else {
+        for word in ["rdinit=/patchbay/init", "patchbay.exec"] {
+            assert!(words.contains(&word), "{arguments}");
+        }
     }
     if words.contains(&"no-vsock") {
         console("[    1.0] patchbay-init: error: the kernel has no vsock");
@@ -220,7 +301,14 @@ fn monitor() {
         ])
         .collect();
     let keys = Lab::with_guarded(&keys, words.contains(&"--allow-guarded"));
-    std::os::unix::fs::symlink(keys.socket(), value("--api-socket")).expect("a link");
+    let socket = Path::new(value("--api-socket"));
+    let saved = words.contains(&"savable").then(|| serve_savable(socket));
+    if saved.is_none() {
+        std::os::unix::fs::symlink(keys.socket(), socket).expect("a link");
+    }
+    if words.contains(&"warns") {
+        console("[    1.0] WARNING: CPU: 0 PID: 1 at init/main.c:1 f+0x1/0x2");
+    }
     let exec = format!("{}_1025", value("--vsock"));
     let stream = UnixStream::connect(exec).expect("the run listens");
     let mut guest = FakeGuest { stream, keys };
@@ -245,8 +333,8 @@ pub(super) struct Ci {
 
 pub(super) struct Done {
     status: Option<i32>,
-    out: String,
-    err: String,
+    pub(super) out: String,
+    pub(super) err: String,
 }
 
 impl Ci {
@@ -534,12 +622,17 @@ fn no_monitor_outlives_its_run() {
         let monitor = monitor.unwrap_or_else(|| panic!("one child: {children:?}"));
         let monitor = pidfd_open(monitor, PidfdFlags::empty()).expect("it runs");
         end(run, signal);
-        // The pidfd becomes readable when the process ends, whichever process reaps it.
-        let ended = &mut [PollFd::new(&monitor, PollFlags::IN)];
-        let ends = poll(ended, Some(&PATIENCE)).expect("polled");
-        if ends == 0 {
-            let _ = pidfd_send_signal(&monitor, Signal::KILL);
-            panic!("the monitor runs on after SIG{signal}");
-        }
+        assert!(ends(&monitor), "the monitor runs on after SIG{signal}");
     }
+}
+
+/// Waits for the end of a process, and kills it if it does not end.
+pub(super) fn ends(process: &OwnedFd) -> bool {
+    // The pidfd becomes readable when the process ends, whichever process reaps it.
+    let ended = &mut [PollFd::new(process, PollFlags::IN)];
+    let ends = poll(ended, Some(&PATIENCE)).expect("polled");
+    if ends == 0 {
+        let _ = pidfd_send_signal(process, Signal::KILL);
+    }
+    ends > 0
 }

@@ -10,7 +10,7 @@ use super::ci::Ci;
 use super::lab::end;
 
 /// Returns the command of a run whose temporary files are in the test's folder.
-fn with_own_tmp(ci: &Ci, words: &[&str]) -> Command {
+pub(super) fn with_own_tmp(ci: &Ci, words: &[&str]) -> Command {
     std::fs::create_dir_all(ci.path("tmp")).expect("a folder");
     let mut command = ci.command(words);
     command.env("TMPDIR", ci.path("tmp"));

@@ -220,7 +220,7 @@ pub(crate) async fn here(arguments: &CompareArgs, limit: Duration) -> Result<End
     if comparison.keys.iter().all(|key| key.figures.is_none()) {
         tell!("patchbay: no key was compared");
     }
-    prepare::print_times(start, preparation, &comparing.runner);
+    prepare::print_times(start, preparation, &comparing.runner, 1);
     Ok(Ended::Compared(comparison))
 }
 

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Copies files of a guest to this machine.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+
+use crate::console::printable;
+use crate::guest::Guest;
+
+/// The files and folders to copy.
+#[derive(Clone, Debug)]
+pub struct Collect {
+    /// Paths in the guest.
+    pub paths: Vec<String>,
+    /// The folder for the copies.
+    pub into: PathBuf,
+}
+
+impl Collect {
+    /// Returns the same for one of several runs, whose copies have a folder of their own. A name of
+    /// the guest's in it cannot lead out of the folder.
+    #[must_use]
+    pub fn of_run(&self, name: &str) -> Self {
+        let kept = |c: char| c.is_ascii_alphanumeric() || "_-.:=".contains(c);
+        let name: String = name
+            .chars()
+            .map(|c| if kept(c) { c } else { '_' })
+            .collect();
+        let name = match name.trim_start_matches('.') {
+            "" => "run",
+            name => name,
+        };
+        Self {
+            paths: self.paths.clone(),
+            into: self.into.join(name),
+        }
+    }
+
+    /// Copies from the guest, or prints that it has ended. `name` is that of the run, for messages.
+    ///
+    /// # Errors
+    /// The folder cannot be created. Other errors are only printed, so that a missing file does not
+    /// hide the reason why the run failed.
+    pub async fn from(&self, guest: Option<&mut Guest>, name: Option<&str>) -> Result<()> {
+        let run = name.map_or_else(String::new, |name| format!("{name}: "));
+        let tell = |why: &str| tell!("patchbay: {}", printable(&format!("{run}{why}")));
+        let into = &self.into;
+        if self.paths.is_empty() {
+            return Ok(());
+        }
+        std::fs::create_dir_all(into)
+            .with_context(|| format!("cannot create {}", into.display()))?;
+        let Some(guest) = guest else {
+            tell("nothing is collected: the guest has ended");
+            return Ok(());
+        };
+        for path in &self.paths {
+            if let Err(error) = guest.collect(path, into).await {
+                tell(&format!("{error:#}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn the_folder_of_a_run_is_below_the_one_that_was_given() {
+        let all = Collect {
+            paths: vec![],
+            into: "collected".into(),
+        };
+        for (name, folder) in [
+            ("no key flipped", "no_key_flipped"),
+            ("module:key=on", "module:key=on"),
+            ("../../etc=on", "_.._etc=on"),
+            ("a/b\0\n\u{e9}=off", "a_b___=off"),
+            ("..", "run"),
+            ("", "run"),
+        ] {
+            let into = all.of_run(name).into;
+            assert_eq!(into, Path::new("collected").join(folder), "{name:?}");
+        }
+    }
+}
