@@ -10,6 +10,7 @@ mod commands {
     mod ci_compare;
     mod ci_files;
     mod ci_fresh;
+    mod ci_guest;
     mod claims;
     mod completion;
     mod debug;

@@ -7,8 +7,9 @@ use std::process::{Child, Stdio};
 
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use super::ci::{Ci, ends, staying, until};
+use super::ci::{Ci, ends};
 use super::ci_bad_input::with_own_tmp;
+use super::ci_guest::{staying, until};
 use super::lab::end;
 
 /// The beginning of a matrix of 8 keys whose guest can be saved.

@@ -174,6 +174,57 @@ fn a_kernel_without_the_device_for_commands_says_so() -> Result<()> {
     Ok(())
 }
 
+/// Each command leaves a file and fails if it finds that of another command. With getppid_key on,
+/// it crashes its guest, which runs at the same time as another one.
+#[test]
+fn fresh_copies_share_neither_files_nor_crashes() -> Result<()> {
+    let Some(environment) = Environment::linux_guest() else {
+        return Ok(());
+    };
+    let script = "test -e /tmp/left && exit 9; echo left | tee /tmp/left; \
+                  dmesg -c | grep -q 'true branch' && echo c >/proc/sysrq-trigger; true";
+    let done = Ci::new(&environment)?
+        .args(&MATRIX)
+        .args(&["--fresh", "--jobs", "2", "--ktap"])
+        .args(&["--collect", "/tmp/left"])
+        .shell(script)?
+        .expect(
+            1,
+            &["sysrq triggered crash", "1 failed", ", 1 boot ", " copies "],
+        )?;
+    let failed: Vec<String> = done
+        .stdout()
+        .lines()
+        .filter_map(|line| Some(line.strip_prefix("not ok ")?.to_owned()))
+        .collect();
+    ensure!(
+        failed.len() == 1 && failed[0].ends_with(" getppid_key=on"),
+        "{done:?}"
+    );
+    let key = "sched_asym_cpucapacity=on";
+    ensure!(done.stdout().contains(&format!(" {key}\n")), "{done:?}");
+    for run in ["no_key_flipped", key] {
+        let file = done.folder.path().join("collected").join(run).join("left");
+        ensure!(std::fs::read_to_string(file)? == "left\n", "{run}");
+    }
+    Ok(())
+}
+
+#[test]
+fn copies_have_the_keys_that_were_set() -> Result<()> {
+    let Some(environment) = Environment::linux_guest() else {
+        return Ok(());
+    };
+    // Each shell calls getppid().
+    let script = "dmesg -c >/dev/null; sh -c true; dmesg | grep -q 'true branch'";
+    Ci::new(&environment)?
+        .args(&["--set", "getppid_key=on", "--allow-guarded", "--fresh"])
+        .args(&["--matrix", "sched_asym_cpucapacity"])
+        .shell(script)?
+        .expect(0, &["2 passed", ", 1 boot ", ", 2 copies "])?;
+    Ok(())
+}
+
 #[test]
 fn the_matrix_names_the_key_that_crashes_and_goes_on_after_it() -> Result<()> {
     let Some(environment) = Environment::linux_guest() else {
