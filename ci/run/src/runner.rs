@@ -104,9 +104,14 @@ pub enum Attempt {
 }
 
 impl Runner {
-    pub fn new(config: Config, command: Vec<String>, limit: Duration, base: Vec<Setting>) -> Self {
+    pub fn new(
+        config: impl Into<Arc<Config>>,
+        command: Vec<String>,
+        limit: Duration,
+        base: Vec<Setting>,
+    ) -> Self {
         Self {
-            config: Arc::new(config),
+            config: config.into(),
             command,
             limit,
             base,
@@ -144,15 +149,10 @@ impl Runner {
     /// Returns a runner whose guests are copies of the same saved guest.
     #[must_use]
     pub fn another(&self) -> Self {
+        let (config, command) = (Arc::clone(&self.config), self.command.clone());
         Self {
-            config: self.config.clone(),
-            command: self.command.clone(),
-            limit: self.limit,
-            base: self.base.clone(),
-            times: Times::default(),
-            guest: None,
             origin: self.origin.clone(),
-            reports: vec![],
+            ..Self::new(config, command, self.limit, self.base.clone())
         }
     }
 
