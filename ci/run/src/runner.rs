@@ -256,8 +256,8 @@ impl Runner {
             if outcome.end == End::Lost {
                 self.discard().await;
             }
-            let collected = collect.of_run(name).from(self.booted(), Some(name));
-            collected.await?;
+            let collect = collect.of_run(name);
+            collect.from(self.booted(), Some(name)).await?;
         }
         // A report changes the kernel's state: for example, WARN_ONCE() does not warn again.
         let mut intact =

@@ -98,7 +98,7 @@ mod tests {
                 _ => tokio::task::yield_now().await,
             }
             done.borrow_mut().push(item);
-            Ok(item)
+            anyhow::Ok(item)
         };
         let (mut workers, mut taken) = ([0, 0], vec![]);
         let end = in_order(&mut workers, 0..6, work, |item| taken.push(item));
@@ -136,7 +136,7 @@ mod tests {
             let work = async |_: &mut (), item: u32| {
                 let _entered = running.enter();
                 tokio::task::yield_now().await;
-                Ok(item)
+                anyhow::Ok(item)
             };
             let end = in_order(vec![(); workers], 0..4, work, |item| taken.push(item));
             end.await.unwrap();
