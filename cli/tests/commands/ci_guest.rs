@@ -133,7 +133,7 @@ impl FakeGuest {
             // With the key on, waits until that many other guests stay, and breaks the protocol.
             ["break-with", _, _, ref keys @ ..] if self.any_on(keys) => stay(),
             ["break-with", key, others, ..] if self.any_on(&[key]) => {
-                let others = others.parse().expect("a number");
+                let others: usize = others.parse().expect("a number");
                 until(|| staying(Path::new(".")).len() == others);
                 self.send(Answer::Fetched(ExecFetched {}));
             }
