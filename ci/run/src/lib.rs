@@ -11,8 +11,8 @@
 //!   session   commands over that connection
 //!   console   finds the kernel's reports, and the marks around a command that the agent logs
 //!   keys      the monitor's API, for --set and --matrix
-//!   runner    runs the command with keys flipped, restores them; reboots after a crash or a report;
-//!             or starts each run in a copy of a saved guest
+//!   runner    runs the command with keys flipped, restores them; reboots after a crash or a
+//!             report, or starts each run in a copy of a saved guest
 //!   collect   copies files of the guest to this machine
 //!   matrix    key by key, or together with ddmin
 //!   workers   shares the runs of a matrix among runners, and keeps their order

@@ -23,8 +23,8 @@ pub trait Progress {
     fn note(&mut self, text: &str);
 }
 
-/// Runs the command without a flipped key, and then once per key, in as many guests at once as there
-/// are jobs. If the first run fails, no other follows.
+/// Runs the command without a flipped key, and then once per key, in as many guests at once as
+/// there are jobs. If the first run fails, no other follows.
 ///
 /// # Errors
 /// No guest boots, the globs select nothing, or the agent breaks the protocol.

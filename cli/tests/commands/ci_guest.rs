@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Simulates the monitor of `patchbay ci`: this test program serves an in-memory guest and plays the
-//! agent.
+//! Simulates the monitor of `patchbay ci`: this test program serves an in-memory guest and plays
+//! the agent.
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
