@@ -156,8 +156,8 @@ fn option_of(field: &str) -> Option<&'static str> {
 
 /// Returns the service's message about a request, with options instead of the fields that they set.
 fn about_options(message: &str) -> String {
-    // A message begins with the field that it is about. Elsewhere a field without an underscore is
-    // not told from a word.
+    // A message may begin with a field and a colon. Elsewhere, only names with an underscore are
+    // replaced, because another field's name could be an ordinary word.
     let (start, rest) = match message.split_once(':') {
         Some((field, rest)) => match option_of(field) {
             Some(option) => (format!("{option}:"), rest),

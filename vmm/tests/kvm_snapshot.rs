@@ -225,8 +225,8 @@ fn typed(vm: &Vm) -> Vec<u8> {
     }
 }
 
-/// MSRs that KVM does not list, with values that differ from those of a new vCPU: memory types of
-/// ranges and the controls of machine checks (Intel SDM, volume 4).
+/// MSRs, not all of which KVM lists, with values that differ from those of a new vCPU: memory types
+/// of ranges and the controls of machine checks (Intel SDM, volume 4).
 const MSRS: [(u32, u64); 8] = [
     (0x200, 0xc000_0000),
     (0x201, 0xf_c000_0800),

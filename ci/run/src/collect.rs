@@ -18,8 +18,8 @@ pub struct Collect {
 }
 
 impl Collect {
-    /// Returns the same for one of several runs, whose copies have a folder of their own. A name of
-    /// the guest's in it cannot lead out of the folder.
+    /// Returns the same paths with a subfolder for the run `name`. Characters that could lead out
+    /// of the folder are replaced, because the guest chooses the names of its keys.
     #[must_use]
     pub fn of_run(&self, name: &str) -> Self {
         let kept = |c: char| c.is_ascii_alphanumeric() || "_-.:=".contains(c);
@@ -37,7 +37,8 @@ impl Collect {
         }
     }
 
-    /// Copies from the guest, or prints that it has ended. `name` is that of the run, for messages.
+    /// Copies the files from the guest, or prints that the guest has ended. `name` is the name of
+    /// the run, for messages.
     ///
     /// # Errors
     /// The folder cannot be created. Other errors are only printed, so that a missing file does not

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Runs the command in a guest with keys turned on or off, and boots a new guest after a crash or a
-//! report of the kernel. Or runs it each time in a fresh copy of one guest.
+//! report of the kernel. With a saved guest, runs the command each time in a fresh copy.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -219,8 +219,8 @@ impl Runner {
         Ok((outcome, failure))
     }
 
-    /// Flips keys, runs the command, and restores the keys. With a saved guest, each run has a copy
-    /// of its own instead.
+    /// Flips keys, runs the command, and restores the keys. With a saved guest, each run has a new
+    /// copy, so the keys are not restored.
     ///
     /// # Errors
     /// No guest boots any longer, or the agent breaks the protocol.

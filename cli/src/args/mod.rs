@@ -69,8 +69,8 @@ impl Cli {
             && options.ttl.is_some()
         {
             return Err(format!(
-                "`patchbay {verb}` does not take --ttl, which limits the references that a change \
-                 takes: this change only drops references"
+                "`patchbay {verb}` does not take --ttl, after which the references that a change takes \
+                 are released: this change only drops references; leave out --ttl"
             ));
         }
         let is_fleet = !self.fleet.fleet.is_empty() || self.fleet.fleet_socket.is_some();

@@ -100,7 +100,7 @@ async fn describe(client: &Client) -> Result<view::GuestDetails, Failure> {
     Ok(view::GuestDetails::described(name, socket, answer))
 }
 
-/// Returns the guest's name for an output that consists of it, and otherwise an empty text.
+/// Returns the guest's name if the output format is `name`, and otherwise an empty string.
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.

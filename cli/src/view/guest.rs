@@ -19,7 +19,7 @@ pub struct GuestDetails {
 /// The result of `guest pause`, `resume` or `shutdown`.
 #[derive(Debug, Serialize)]
 pub struct Power {
-    /// The guest's name; empty unless the output consists of it.
+    /// The guest's name. It may be empty unless the output format is `name`.
     #[serde(skip)]
     pub guest: String,
     pub state: &'static str,

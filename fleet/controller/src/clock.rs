@@ -52,7 +52,7 @@ impl Clocks {
     }
 
     /// Returns the wall-clock time of `later` as if the clock had not been set forward since
-    /// `self`. By this time, nothing that was stored in between is older than it really is.
+    /// `self`. Ages of stored times that are computed from it are never too large.
     pub fn time_until(&self, later: &Self) -> Millis {
         match self.jump_until(later) {
             Some(by) if by > 0 => later.wall.saturating_sub(by.unsigned_abs()),

@@ -54,7 +54,8 @@ struct Unanswered {
 }
 
 impl Unanswered {
-    /// Stores in the rollout that the webhook has accepted the entry with this number.
+    /// Asks the rollout's runner to store this number for the webhook. Does not wait for the
+    /// answer.
     fn send(&mut self, running: Arc<Running>, webhook: &str, number: u64) {
         let webhook = webhook.to_owned();
         let name = running.rollout().header().name.clone();
@@ -87,7 +88,7 @@ impl Unanswered {
         let _ = tokio::time::timeout(ANSWER_WAIT, answers).await;
     }
 
-    /// Returns the rollouts without those that have not stored the acceptance of an earlier event.
+    /// Removes the rollouts whose runner has not yet answered an earlier command.
     fn others(&self, mut rollouts: Vec<Arc<Running>>) -> Vec<Arc<Running>> {
         rollouts.retain(|running| !self.rollouts.contains(&running.rollout().header().name));
         rollouts

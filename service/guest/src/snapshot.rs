@@ -45,8 +45,9 @@ pub trait MemorySink {
     /// [`SinkClosed`]: the receiver needs no more bytes.
     fn take(&mut self, offset: u64, bytes: Vec<u8>) -> Result<(), SinkClosed>;
 
-    /// Checks that the receiver still waits. Returns at once. The guest is stopped meanwhile, so
-    /// this is called regularly also while there is nothing to pass.
+    /// Checks, without blocking, that the receiver still waits. While the guest is stopped, this is
+    /// called regularly even if there is nothing to pass, so that the guest does not stay stopped
+    /// for a receiver that has gone.
     ///
     /// # Errors
     /// [`SinkClosed`]: the receiver needs no more bytes.

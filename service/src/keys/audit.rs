@@ -149,7 +149,7 @@ impl AuditLog {
     }
 
     /// Writes that the guest begins as a copy of another one, and syncs it to the disk. Returns the
-    /// id for the outcome, which is written if the copy does not start.
+    /// id for the outcome, which is written if the copy's kernel cannot be registered.
     ///
     /// # Errors
     /// [`KeysError::AuditLogUnwritable`]: the copy must not be started.

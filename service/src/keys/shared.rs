@@ -132,8 +132,8 @@ impl Shared {
     /// Returns the name of the guest's boot for clients.
     ///
     /// A copy has the boot of the guest that was saved, and an earlier state of its claims and
-    /// generations. Under the same name, a client would take what it has changed in one of the two
-    /// for changed in the other.
+    /// generations. Under the same name, a client would assume that a change in one of the two
+    /// guests was also made in the other.
     pub fn boot_name(&self, registration: &Registration) -> String {
         let name = registration.boot_identity();
         match self.is_copy {

@@ -2,12 +2,12 @@
 
 //! Decodes the body of the file `state` in bounded memory.
 //!
-//! Whoever writes the file can put an empty message into a list with two bytes, and it takes up to
-//! 256 bytes of memory. A file of 64 MiB could so take 8 GiB. Therefore the elements are counted
-//! before anything is decoded, on the wire format
-//! (<https://protobuf.dev/programming-guides/encoding>) and without an allocation. All messages
-//! together then take at most [`PARTS_MAX`] times 256 bytes, which is 8 MiB, and three times as
-//! much while a list grows. The bytes in them take at most as much as the file.
+//! An empty message in a list has two bytes in the file, and up to 256 bytes when it is decoded. A
+//! malicious file of 64 MiB could therefore use 8 GiB of memory. To prevent this, the elements are
+//! counted in the wire format (<https://protobuf.dev/programming-guides/encoding>) before anything
+//! is decoded or allocated. All messages together then take at most [`PARTS_MAX`] times 256 bytes,
+//! which is 8 MiB, and three times as much while a list grows. The bytes in them take at most as
+//! much as the file.
 
 use prost::Message;
 
@@ -35,8 +35,8 @@ pub fn decode(body: &[u8]) -> Result<MachineState, SnapshotError> {
     MachineState::decode(body).map_err(|_| SnapshotError::Invalid("it cannot be read"))
 }
 
-/// Subtracts the number of parts from `left`. Returns `None` if it is larger, or if this is no
-/// message.
+/// Subtracts the number of parts from `left`. Returns `None` if the number exceeds `left`, or if
+/// the bytes are not a valid message.
 fn count(mut message: &[u8], lists: &Lists, left: &mut u32) -> Option<()> {
     while !message.is_empty() {
         let (field, content) = take_field(&mut message)?;

@@ -97,8 +97,8 @@ fn runs_guests(sregs: &kvm_sregs) -> bool {
     sregs.efer & EFER_SVM != 0 || sregs.cr4 & CR4_VMX != 0
 }
 
-/// Returns MSRs that Linux uses and `KVM_GET_MSR_INDEX_LIST` leaves out: memory types and machine
-/// checks. The vCPU need not have all of them.
+/// Returns the MSRs of memory types and machine checks that Linux uses and that are not in
+/// `listed`. KVM_GET_MSR_INDEX_LIST omits many of them. The vCPU need not have all of them.
 fn unlisted_msrs(fd: &VcpuFd, listed: &[u32]) -> Vec<u32> {
     let count = |capabilities| {
         // Both registers have the number in bits 7 to 0.
@@ -121,7 +121,7 @@ fn read_msrs(fd: &VcpuFd, mut indices: &[u32]) -> Result<Vec<kvm_msr_entry>, Err
         let mut msrs = Msrs::from_entries(&entries).map_err(|_| Error::new(libc::E2BIG))?;
         let count = fd.get_msrs(&mut msrs)?;
         found.extend_from_slice(&msrs.as_slice()[..count]);
-        // KVM has refused the one after them, unless they are all.
+        // KVM refused the MSR after these, unless it has read all of them.
         let done = some.len().min(count + 1);
         indices = &indices[done..];
     }

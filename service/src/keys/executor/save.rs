@@ -45,9 +45,10 @@ impl<G: Guest> Executor<G> {
                 Some(held) => held,
                 None => &*paused.insert(standstill.pause(request.timeout)?),
             };
-            // Only this thread changes holds and claims, but until the guest was stopped, it could
-            // withdraw the keys that they are on. They are not collected now, because finding a
-            // kernel again needs running vCPUs.
+            // Only this thread changes holds and claims, but the guest may have withdrawn their
+            // keys before it stopped. `copied` is not called while the guest is stopped, because
+            // finding a kernel again needs running vCPUs. The loop lets the guest run and starts
+            // over.
             if !ledger.is_empty() && self.pruned != self.shared.registry.version() {
                 continue;
             }
@@ -81,7 +82,7 @@ impl<G: Guest> Executor<G> {
         match keys.find(|key| key.full_name.contains("#0x")) {
             Some(key) => Err(KeysError::NotSaved {
                 message: format!(
-                    "the kernel has several keys of the name of {}, and a copy would name them otherwise; release all holds and claims first",
+                    "the kernel has several keys of the name of {}, and they would have other names in a copy; release all holds and claims first",
                     key.full_name
                 ),
             }),
