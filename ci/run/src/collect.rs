@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Copies files of a guest to this machine.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 
 use crate::console::printable;
 use crate::guest::Guest;
+
+/// Limit on the name of a run's folder in bytes. Longer ones are cut, and a hash is appended. The
+/// names of keys may be longer than Linux allows for a file.
+const FOLDER_NAME_MAX: usize = 200;
 
 /// The files and folders to copy.
 #[derive(Clone, Debug)]
@@ -31,9 +36,17 @@ impl Collect {
             "" => "run",
             name => name,
         };
+        let into = match name.get(..FOLDER_NAME_MAX) {
+            None => self.into.join(name),
+            Some(start) => {
+                let mut hasher = DefaultHasher::new();
+                name.hash(&mut hasher);
+                self.into.join(format!("{start}~{:016x}", hasher.finish()))
+            }
+        };
         Self {
             paths: self.paths.clone(),
-            into: self.into.join(name),
+            into,
         }
     }
 
@@ -88,5 +101,9 @@ mod tests {
             let into = all.of_run(name).into;
             assert_eq!(into, Path::new("collected").join(folder), "{name:?}");
         }
+        let long = |end: &str| all.of_run(&format!("{}{end}", "a".repeat(540))).into;
+        let [on, off] = ["=on", "=off"].map(long);
+        assert!(on.file_name().expect("a name").len() < 255);
+        assert_ne!(on, off);
     }
 }

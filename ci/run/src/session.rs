@@ -158,13 +158,24 @@ impl Session {
         let mut receiver = Receiver::new(into);
         loop {
             let next = tokio::time::timeout(patience(FETCH_TIME), self.next()).await;
-            match next.context("the agent in the guest does not answer any more")?? {
-                Answer::File(file) => receiver.take(&file)?,
+            let Ok(answer) = next else {
+                self.hang_up();
+                bail!("the agent in the guest does not answer any more");
+            };
+            match answer? {
+                Answer::File(file) => receiver.take(&file).inspect_err(|_| self.hang_up())?,
                 Answer::Fetched(_) => return Ok(receiver.files),
                 Answer::Error(error) => bail!(error),
                 _ => bail!("the agent in the guest answered out of turn"),
             }
         }
+    }
+
+    /// Ends the connection. Otherwise the answers that are still to come would be taken for those
+    /// to the next question.
+    fn hang_up(&mut self) {
+        self.messages.close();
+        while self.messages.try_recv().is_ok() {}
     }
 }
 

@@ -23,6 +23,9 @@ use super::lab::{Lab, runtime};
 pub(super) const MONITOR_ARGUMENTS: &str = "PATCHBAY_TEST_MONITOR_ARGUMENTS";
 const KEYS: [&str; 8] = ["a", "b", "c", "d", "e", "f", "g", "h"];
 
+/// Time limit for what a test waits for. It only ends a test that would never end.
+const PATIENCE: std::time::Duration = std::time::Duration::from_secs(120);
+
 /// The content of a saved guest's state.
 const STATE: &[u8] = b"the state of a test";
 
@@ -199,8 +202,11 @@ pub(super) fn staying(folder: &Path) -> Vec<i32> {
 }
 
 /// Waits for an event of another process, of which that process does not tell this one.
+#[track_caller]
 pub(super) fn until(happened: impl Fn() -> bool) {
+    let begun = std::time::Instant::now();
     while !happened() {
+        assert!(begun.elapsed() < PATIENCE, "it does not happen");
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
 }

@@ -116,7 +116,7 @@ fn unlisted_msrs(fd: &VcpuFd, listed: &[u32]) -> Vec<u32> {
 fn read_msrs(fd: &VcpuFd, mut indices: &[u32]) -> Result<Vec<kvm_msr_entry>, Error> {
     let mut found = Vec::with_capacity(indices.len());
     while !indices.is_empty() {
-        let some = &indices[..indices.len().min(KVM_MAX_MSR_ENTRIES)];
+        let some = at_once(indices);
         let entries: Vec<_> = some.iter().map(|&index| msr(index, 0)).collect();
         let mut msrs = Msrs::from_entries(&entries).map_err(|_| Error::new(libc::E2BIG))?;
         let count = fd.get_msrs(&mut msrs)?;
@@ -126,6 +126,12 @@ fn read_msrs(fd: &VcpuFd, mut indices: &[u32]) -> Result<Vec<kvm_msr_entry>, Err
         indices = &indices[done..];
     }
     Ok(found)
+}
+
+/// Returns the beginning of a list of MSRs, as long as one call of KVM accepts. KVM refuses
+/// `KVM_MAX_MSR_ENTRIES` too (`msr_io()` in `arch/x86/kvm/x86.c`).
+fn at_once<T>(all: &[T]) -> &[T] {
+    &all[..all.len().min(KVM_MAX_MSR_ENTRIES - 1)]
 }
 
 fn msr(index: u32, data: u64) -> kvm_msr_entry {
@@ -191,7 +197,7 @@ pub(crate) fn restore(fd: &VcpuFd, state: &VcpuState) -> Result<CpuId, SnapshotE
 /// Writes MSRs. A value that KVM refuses is accepted if the new vCPU has it already.
 fn write_msrs(fd: &VcpuFd, mut entries: &[kvm_msr_entry]) -> Result<(), SnapshotError> {
     while !entries.is_empty() {
-        let some = &entries[..entries.len().min(KVM_MAX_MSR_ENTRIES)];
+        let some = at_once(entries);
         let msrs =
             Msrs::from_entries(some).map_err(|_| SnapshotError::Invalid("the MSRs of a vCPU"))?;
         let count = fd
@@ -207,4 +213,21 @@ fn write_msrs(fd: &VcpuFd, mut entries: &[kvm_msr_entry]) -> Result<(), Snapshot
         entries = &entries[count + 1..];
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// KVM refuses 256 MSRs, although kvm-bindings accepts them.
+    #[test]
+    fn no_call_has_more_msrs_than_kvm_accepts() {
+        let mut left = &[0; 600][..];
+        let mut calls = vec![];
+        while !left.is_empty() {
+            calls.push(at_once(left).len());
+            left = &left[at_once(left).len()..];
+        }
+        assert_eq!(calls, [255, 255, 90]);
+    }
 }
