@@ -103,8 +103,8 @@ pub const KERNEL_REPORTS: &[&str] = &[
 #[cfg(feature = "grpc")]
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/patchbay.v1.bin"));
 
-/// Name of the file with the guest's memory in the folder of a snapshot. A client of `SnapshotGuest`
-/// writes the folder, and the monitor starts copies from it.
+/// Name of the file with the guest's memory in the folder of a snapshot. A client of
+/// `SnapshotGuest` writes the folder, and the monitor starts copies from it.
 pub const SNAPSHOT_MEMORY: &str = "memory";
 /// Name of the file with the rest of the guest's state in this folder.
 pub const SNAPSHOT_STATE: &str = "state";

@@ -196,11 +196,11 @@ impl World {
         answer: Option<&v1::SetClaimsResponse>,
     ) {
         let guest = &mut self.guests[index];
-        if let (Some(orphans), Some(answer)) = (&mut guest.orphans, answer) {
-            if !request.claims.is_empty() {
-                // The service has a record of the claims again.
+        if let Some(orphans) = &mut guest.orphans {
+            if !request.claims.is_empty() && (answer.is_some() || kill != Kill::Never) {
+                // The service has a record of the claims again, or may have one.
                 orphans.remove(&request.owner);
-            } else if answer.repeated && answer.results.is_empty() {
+            } else if answer.is_some_and(|answer| answer.repeated && answer.results.is_empty()) {
                 guest.repeats.insert(request.owner.clone());
             }
         }
@@ -525,8 +525,10 @@ impl World {
         }
         // The guest's own references are not taken away without consent.
         let can_be_off = guest.original[key] == 0;
+        // A second reference to a guarded key would make the guest's own code warn.
+        let is_alone = claim.want == Want::Held && guest.kind(key) == Kind::Guarded;
         let opposes = |(other, is_later): (Want, bool)| match claim.want {
-            Want::Held => false,
+            Want::Held => is_alone && other != Want::Off,
             Want::On => other == Want::Off && is_later && can_be_off,
             Want::Off => other == Want::Held || (other == Want::On && is_later),
         };
@@ -542,6 +544,7 @@ impl World {
             let claimed = self.claimed_at(index, key, other, at).into_iter().flatten();
             claimed.map(move |want| (want, is_later))
         });
-        (claim.want == Want::Off && !can_be_off) || others.chain(rolled_out).any(opposes)
+        let is_own = (claim.want == Want::Off || is_alone) && !can_be_off;
+        is_own || others.chain(rolled_out).any(opposes)
     }
 }

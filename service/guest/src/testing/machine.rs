@@ -151,8 +151,8 @@ impl Guest for InMemoryGuest {
         lock(&self.told).push(Told::WillWriteRunning(*ledger));
     }
 
-    /// Keeps what the service would have stored. Without a function that saves the guest, refuses as
-    /// a monitor without snapshots does.
+    /// Keeps what the service would have stored. Without a function that saves the guest, refuses
+    /// as a monitor without snapshots does.
     fn save(
         &self,
         _: &PausedInMemory,
