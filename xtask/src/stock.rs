@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 use crate::guest::Variables;
 use crate::initramfs::{self, Contents, INIT};
@@ -162,14 +162,7 @@ fn build(package: Package, programs: &[PathBuf], folder: &Path) -> Result<()> {
     let steps = Steps::new("preparing a stock kernel", &folder.join("build.log"))?;
     let unpacked = folder.join("package");
     lab_image::download_kernel(&steps, package.suite, package.name, &unpacked)?;
-    let folders = ["lib/modules", "usr/lib/modules"].map(|folder| unpacked.join(folder));
-    // Since Debian 13 packages have no files in /lib.
-    let versions = folders.iter().find(|folder| folder.is_dir());
-    let versions = versions.context("the package has no modules")?;
-    let library = lab_image::only_match(versions, "")?;
-    // Since 7.2 the kernel is next to its modules.
-    let kernel = lab_image::only_match(&unpacked.join("boot"), "vmlinuz-")
-        .or_else(|_| lab_image::only_match(&library, "vmlinuz"))?;
+    let (kernel, library) = lab_image::kernel_and_modules(&unpacked)?;
     fs::rename(kernel, folder.join("vmlinuz"))?;
     let modules = modules::read_with_dependencies(&library, MODULES)?;
     // The numbers make insmod load them in name order.

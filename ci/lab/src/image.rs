@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Provides the lab's boot files: Debian's stock kernel of the 6.12 series and a small initramfs.
+//! Provides the lab's boot files: a stock kernel of Debian, of the 6.12 series unless [`VARIABLE`]
+//! names another, and a small initramfs.
 //!
 //! The initramfs consists of two archives in sequence: the one that this module makes and caches,
 //! and one that [`crate::machine`] makes for each job.
@@ -16,8 +17,15 @@ use crate::{cache, cpio, modules, packages};
 /// The meta package that depends on the newest kernel of the series. The "cloud" flavour has no 9p.
 const KERNEL_PACKAGE: &str = "linux-image-6.12-amd64";
 
-/// Modules to load in this order, with their dependencies.
+/// The environment variable that names another package of Debian with a kernel for the lab, for
+/// example `linux-image-amd64`, or with a suite, `trixie-backports/linux-image-amd64`.
+pub const VARIABLE: &str = "PATCHBAY_LAB_KERNEL";
+
+/// Modules to load in this order, with their dependencies. The first two are parts of the kernel
+/// since Debian's 6.12.
 const MODULES: &[&str] = &[
+    "virtio_pci",
+    "virtio_console",
     "9pnet_virtio",
     "9p",
     "overlay",
@@ -41,11 +49,19 @@ pub struct Image {
     pub modules: PathBuf,
 }
 
+/// Returns the name of the lab's kernel: its package, after its suite if it is not one of the
+/// machine's own sources.
+fn kernel() -> String {
+    let name = std::env::var(VARIABLE).ok();
+    let name = name.filter(|name| !name.is_empty());
+    name.unwrap_or_else(|| KERNEL_PACKAGE.to_owned())
+}
+
 /// Returns the cache key. It does not contain the package's version, so that an existing lab works
 /// without the network and does not change unexpectedly.
 fn key() -> String {
     let mut inputs = cache::Inputs::new("lab image 2");
-    inputs.add("kernel", KERNEL_PACKAGE);
+    inputs.add("kernel", kernel());
     inputs.add("modules", MODULES.join(" "));
     inputs.key()
 }
@@ -67,10 +83,14 @@ pub fn get() -> Result<Image> {
 fn build(folder: &Path) -> Result<()> {
     let steps = Steps::new("preparing the lab's kernel", &folder.join("build.log"))?;
     let unpacked = folder.join("package");
-    download_kernel(&steps, None, KERNEL_PACKAGE, &unpacked)?;
-    let boot = only_match(&unpacked.join("boot"), "vmlinuz-")?;
-    fs::rename(boot, folder.join("vmlinuz"))?;
-    let library = only_match(&unpacked.join("lib/modules"), "6.12")?;
+    let name = kernel();
+    let (suite, package) = match name.split_once('/') {
+        Some((suite, package)) => (Some(suite), package),
+        None => (None, &*name),
+    };
+    download_kernel(&steps, suite, package, &unpacked)?;
+    let (kernel, library) = kernel_and_modules(&unpacked)?;
+    fs::rename(kernel, folder.join("vmlinuz"))?;
     fs::write(folder.join("modules.cpio"), modules_archive(&library)?)?;
     fs::remove_dir_all(&unpacked)?;
     Ok(())
@@ -139,6 +159,19 @@ fn packages_of(name: &str, depends: impl Fn(&str) -> Result<Vec<String>>) -> Res
     parts.retain(is_part);
     parts.push(image);
     Ok(parts)
+}
+
+/// Returns the kernel's file and the folder of its modules in unpacked packages.
+pub fn kernel_and_modules(unpacked: &Path) -> Result<(PathBuf, PathBuf)> {
+    let folders = ["lib/modules", "usr/lib/modules"].map(|folder| unpacked.join(folder));
+    // Since Debian 13 packages have no files in /lib.
+    let versions = folders.iter().find(|folder| folder.is_dir());
+    let versions = versions.context("the package has no modules")?;
+    let library = only_match(versions, "")?;
+    // Since 7.2 the kernel is next to its modules.
+    let kernel = only_match(&unpacked.join("boot"), "vmlinuz-")
+        .or_else(|_| only_match(&library, "vmlinuz"))?;
+    Ok((kernel, library))
 }
 
 /// Returns the first file in a folder whose name begins with `prefix`.
