@@ -329,16 +329,38 @@ impl Host {
     }
 
     /// Replaces the claims of an owner for this person. If `person` is empty, nobody is asserted.
+    ///
+    /// `request` is called when the call begins. Thousands of members wait for their turns, and
+    /// each may have thousands of claims.
     pub async fn set_claims(
+        &self,
+        request: impl FnOnce() -> v1::SetClaimsRequest,
+        person: &str,
+    ) -> Result<v1::SetClaimsResponse, Status> {
+        let _permit = permit(&self.changes).await?;
+        // A call's future has tens of kilobytes, which one that waits for its turn does not need.
+        Box::pin(self.send_claims(request(), person)).await
+    }
+
+    /// Checks claims for this person without making them.
+    pub async fn validate_claims(
         &self,
         request: v1::SetClaimsRequest,
         person: &str,
     ) -> Result<v1::SetClaimsResponse, Status> {
-        let permits = match request.validate_only {
-            true => &self.calls,
-            false => &self.changes,
+        let _permit = self.permit().await?;
+        let request = v1::SetClaimsRequest {
+            validate_only: true,
+            ..request
         };
-        let _permit = permit(permits).await?;
+        self.send_claims(request, person).await
+    }
+
+    async fn send_claims(
+        &self,
+        request: v1::SetClaimsRequest,
+        person: &str,
+    ) -> Result<v1::SetClaimsResponse, Status> {
         let link = self.link();
         let assertion = match person {
             "" => None,
@@ -382,9 +404,9 @@ impl Host {
     pub async fn boot(&self, guest: &str, owner: &str) -> Result<(String, bool), Status> {
         let _permit = self.permit().await?;
         let mut keys = self.keys();
-        let page = self
-            .answer(keys.list_claims(timed(claims_of(guest, owner, 1))))
-            .await?;
+        let request = timed(claims_of(guest, owner, 1));
+        // All members of a rollout are asked at once.
+        let page = Box::pin(self.answer(keys.list_claims(request))).await?;
         Ok((page.boot, !page.claims.is_empty()))
     }
 

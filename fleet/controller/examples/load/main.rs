@@ -194,7 +194,7 @@ async fn bare_loop(hosts: &Hosts, generation: u64, claims: &[v1::KeyClaim]) -> a
             claims: claims.to_vec(),
             ..v1::SetClaimsRequest::default()
         };
-        tokio::spawn(async move { host.set_claims(request, "").await })
+        tokio::spawn(async move { host.set_claims(|| request, "").await })
     };
     let mut answers = futures_util::stream::iter(calls)
         .map(set)

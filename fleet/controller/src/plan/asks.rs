@@ -104,17 +104,14 @@ impl Asks {
             want: state.to_proto().into(),
             ..v1::KeyClaim::default()
         });
-        let mut request = v1::SetClaimsRequest {
-            validate_only: true,
-            ..self.request(guest, generation, of_keys.chain(of_tracepoints).collect())
-        };
-        let mut answer = host.set_claims(request.clone(), person).await;
+        let mut request = self.request(guest, generation, of_keys.chain(of_tracepoints).collect());
+        let mut answer = host.validate_claims(request.clone(), person).await;
         if let Err(status) = &answer
             && let Some(seen) = CallError::new(status).seen
         {
             // The rollout may have claimed the keys again since the caller read the generation.
             request.generation = seen.saturating_add(1);
-            answer = host.set_claims(request, person).await;
+            answer = host.validate_claims(request, person).await;
         }
         let answer = answer.map_err(|status| self.consented(CallError::new(&status).why))?;
         let boot = bounded(&answer.boot);

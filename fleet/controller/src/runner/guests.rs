@@ -15,11 +15,11 @@ use crate::spec::Duration;
 
 /// The calls that are made for a member. Tests deliver them by other ways than connections.
 pub trait Calls: Sync {
-    /// Replaces the claims on a guest of this host.
+    /// Replaces the claims on a guest of this host. The request is made when the call begins.
     fn set_claims(
         &self,
         host: &str,
-        request: v1::SetClaimsRequest,
+        request: impl FnOnce() -> v1::SetClaimsRequest + Send,
     ) -> impl Future<Output = Result<v1::SetClaimsResponse, Status>> + Send;
 
     /// Returns the boot of a guest of this host, and whether the owner has a claim on it.
@@ -38,7 +38,7 @@ impl Calls for Acting {
     async fn set_claims(
         &self,
         host: &str,
-        request: v1::SetClaimsRequest,
+        request: impl FnOnce() -> v1::SetClaimsRequest + Send,
     ) -> Result<v1::SetClaimsResponse, Status> {
         match self.hosts.get(host) {
             Some(host) => host.set_claims(request, &self.person).await,
@@ -134,8 +134,8 @@ pub async fn claim(
     member: &Member,
     generation: u64,
 ) -> (ClaimOutcome, Option<String>) {
-    let request = asks.claim(member, generation);
-    let (answer, moved) = send(hosts, member, request).await;
+    let request = || asks.claim(member, generation);
+    let (answer, moved) = send(hosts, &asks.owner, member, request).await;
     let outcome = match answer {
         Ok(answer) => made(&answer, asks.ttl.map(Duration::millis)),
         Err(error) if error.has_booted => booted(hosts, asks, member, error).await,
@@ -157,8 +157,8 @@ pub async fn release(
     member: &Member,
     generation: u64,
 ) -> (ReleaseOutcome, Option<String>) {
-    let request = asks.release(&member.guest, generation);
-    let (answer, moved) = send(hosts, member, request).await;
+    let request = || asks.release(&member.guest, generation);
+    let (answer, moved) = send(hosts, &asks.owner, member, request).await;
     let outcome = match answer {
         Ok(answer) => ended(member, &answer),
         Err(error) => match error.seen {
@@ -172,18 +172,19 @@ pub async fn release(
 /// Sends the request to the member's guest, and to another host if the guest runs there now.
 async fn send(
     hosts: &impl Calls,
+    owner: &str,
     member: &Member,
-    request: v1::SetClaimsRequest,
+    request: impl Fn() -> v1::SetClaimsRequest + Send + Sync,
 ) -> (Result<v1::SetClaimsResponse, CallError>, Option<String>) {
-    let mut error = match hosts.set_claims(&member.host, request.clone()).await {
+    let mut error = match hosts.set_claims(&member.host, &request).await {
         Ok(answer) => return (Ok(answer), None),
         Err(status) => CallError::new(&status),
     };
     if !error.may_have_moved {
         return (Err(error), None);
     }
-    if let Some((name, ..)) = found_elsewhere(hosts, &request.owner, member).await {
-        let answer = hosts.set_claims(&name, request).await;
+    if let Some((name, ..)) = found_elsewhere(hosts, owner, member).await {
+        let answer = hosts.set_claims(&name, &request).await;
         return (answer.map_err(|status| CallError::new(&status)), Some(name));
     }
     if let Some(name) = hosts.elsewhere(&member.host, &member.guest).first() {
@@ -322,6 +323,21 @@ fn pause_us(report: &v1::FlipReport) -> u64 {
 mod tests {
     use super::*;
     use crate::rollout::State;
+
+    /// Checks the memory of an action that waits for its turn. There may be one for each guest of a
+    /// fleet.
+    #[test]
+    fn an_action_that_waits_is_small() {
+        fn size<F>(_: impl Fn(&'static Acting, &'static Asks, &'static Member) -> F) -> usize {
+            size_of::<F>()
+        }
+        let sizes = [
+            size(|hosts, asks, member| claim(hosts, asks, member, 1)),
+            size(|hosts, asks, member| release(hosts, asks, member, 1)),
+            size(|hosts, asks, member| check(hosts, &asks.owner, member)),
+        ];
+        assert!(sizes.iter().all(|size| *size < 4096), "{sizes:?}");
+    }
 
     #[test]
     fn a_guest_that_makes_no_claim_has_no_record() {

@@ -74,7 +74,8 @@ async fn a_guest_that_has_seen_a_later_generation_is_fixed() {
         generation: 7,
         ..v1::SetClaimsRequest::default()
     };
-    host.set_claims(request, "alice").await.expect("ended");
+    let ended = host.set_claims(|| request, "alice").await;
+    ended.expect("ended");
     assert_eq!(fleet.counts("alpha"), [0]);
     let report = compare(&replica, &running, Action::Fix).await;
     assert_eq!(found(&report), [("web-0", Cause::Key, None)]);

@@ -87,9 +87,9 @@ impl Calls for Network {
     async fn set_claims(
         &self,
         host: &str,
-        request: v1::SetClaimsRequest,
+        request: impl FnOnce() -> v1::SetClaimsRequest + Send,
     ) -> Result<v1::SetClaimsResponse, Status> {
-        match self.call(host, Call::SetClaims(request)).await? {
+        match self.call(host, Call::SetClaims(request())).await? {
             Answer::SetClaims(answer) => Ok(*answer),
             Answer::Boot(..) => unreachable!("answers have the kind of their calls"),
         }
