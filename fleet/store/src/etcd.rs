@@ -24,9 +24,15 @@ pub const DEFAULT_ROOT: &str = "/patchbay/fleet/";
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// The maximum size of an answer.
 const MAX_ANSWER_BYTES: usize = 256 << 20;
-/// The maximum number of entries that an answer has. A page of the largest entries that etcd takes
+/// The number of entries in a page of unknown size. A page of the largest entries that etcd takes
 /// by default fits into [`MAX_ANSWER_BYTES`].
 const PAGE: i64 = 128;
+/// The maximum number of entries in a page after small pages. For each page etcd counts all
+/// remaining keys of the range (`treeIndex.Revisions` in `server/storage/mvcc/index.go`), so a
+/// range must not have many pages.
+const MAX_PAGE: i64 = 8192;
+/// The intended maximum size of a page with more than [`PAGE`] entries.
+const PAGE_BYTES: usize = 4 << 20;
 /// The maximum number of times that the keys of a range are read because etcd compacts the revision
 /// meanwhile.
 const RANGE_ATTEMPTS: u32 = 3;
@@ -100,21 +106,35 @@ async fn snapshot<F: Future<Output = Result<pb::RangeResponse, StoreError>>>(
         revision: 0,
     };
     let mut key = root.path(prefix);
+    let mut limit = PAGE;
     loop {
         let request = pb::RangeRequest {
-            key,
+            key: key.clone(),
             range_end: root.end_of(prefix),
-            limit: PAGE,
+            limit,
             // The first page decides the revision of the others.
             revision: number(snapshot.revision),
             keys_only: false,
         };
-        let answer = read(request).await?;
+        let answer = match read(request).await {
+            // The entries may be larger than those of the page before.
+            Err(_) if limit > PAGE => {
+                limit = PAGE;
+                continue;
+            }
+            answer => answer?,
+        };
         if snapshot.revision == 0 {
             snapshot.revision = revision(answer.header.unwrap_or_default().revision);
         }
         let next = answer.kvs.last().filter(|_| answer.more);
         let next = next.map(|last| [&last.key[..], b"\0"].concat());
+        let bytes = answer.kvs.iter().map(|pair| pair.value.len());
+        limit = match bytes.sum::<usize>() {
+            bytes if bytes <= PAGE_BYTES / 4 => MAX_PAGE.min(limit * 4),
+            bytes if bytes <= PAGE_BYTES => limit,
+            _ => PAGE,
+        };
         for pair in answer.kvs {
             snapshot.entries.push(root.entry(pair)?);
         }
@@ -494,6 +514,32 @@ mod tests {
             requests.into_inner(),
             expected.map(|(key, revision)| (key.to_owned(), revision))
         );
+    }
+
+    #[tokio::test]
+    async fn pages_grow_while_they_are_small() {
+        let of = |bytes: usize| {
+            let mut page = page(&["1"], 7, true);
+            page.kvs[0].value = vec![0; bytes];
+            Ok(page)
+        };
+        let too_large = StoreError::Unavailable("too large".to_owned());
+        let pages = RefCell::new(VecDeque::from([
+            of(1),
+            of(PAGE_BYTES),
+            of(1),
+            Err(too_large),
+            of(PAGE_BYTES + 1),
+            Ok(page(&["2"], 7, false)),
+        ]));
+        let limits = RefCell::new(vec![]);
+        let read = async |request: pb::RangeRequest| {
+            limits.borrow_mut().push(request.limit);
+            pages.borrow_mut().pop_front().expect("no more pages")
+        };
+        let read = snapshot(&Root("/a/".to_owned()), "", read).await;
+        assert_eq!(read.expect("read").entries.len(), 5);
+        assert_eq!(limits.into_inner(), [128, 512, 512, 2048, 128, 128]);
     }
 
     #[tokio::test]
