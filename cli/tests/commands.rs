@@ -11,6 +11,7 @@ mod commands {
     mod ci_files;
     mod ci_fresh;
     mod ci_guest;
+    mod ci_pairs;
     mod claims;
     mod completion;
     mod debug;

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 use crate::compare::{MIN_RUNS, Metric};
 use crate::keys::{Setting, is_name};
@@ -77,6 +77,16 @@ pub struct GuestArgs {
     pub command: Vec<String>,
 }
 
+/// The runs of a matrix in which several keys are flipped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Pairs {
+    /// One run for each pair of keys: n(n-1)/2 runs for n keys.
+    All,
+    /// A covering array: about log2 n runs, each with about half of the keys. If one fails, finds
+    /// the keys that fail together.
+    Covering,
+}
+
 /// Options of `patchbay ci run`.
 #[derive(Clone, Debug, Args)]
 pub struct RunArgs {
@@ -90,6 +100,19 @@ pub struct RunArgs {
     /// keys with which it fails.
     #[arg(long, requires = "matrix")]
     pub together: bool,
+    /// After each key of the matrix by itself, flips two keys at a time: all pairs of keys that pass
+    /// by themselves, or with --pairs=covering a few runs that cover all pairs.
+    #[arg(
+        long,
+        value_name = "RUNS",
+        value_enum,
+        requires = "matrix",
+        conflicts_with = "together",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "all"
+    )]
+    pub pairs: Option<Pairs>,
     /// Boots one guest, saves it, and starts each run of the matrix in a fresh copy of it.
     #[arg(long, requires = "matrix")]
     pub fresh: bool,
@@ -244,18 +267,47 @@ mod tests {
         }
     }
 
-    #[test]
-    fn jobs_need_fresh_copies_and_keys_to_share() {
+    /// Parses the options of a run of `true`.
+    fn parse(words: &str) -> Result<RunArgs, clap::Error> {
         #[derive(Debug, clap::Parser)]
         struct Parsed {
             #[command(flatten)]
             run: RunArgs,
         }
-        let parse = |words: &str| {
-            let line = format!("run --kernel k {words} -- true");
-            <Parsed as clap::Parser>::try_parse_from(line.split_whitespace())
-        };
-        let jobs = |words| parse(words).map(|parsed| (parsed.run.fresh, parsed.run.jobs));
+        let line = format!("run --kernel k {words} -- true");
+        let parsed = <Parsed as clap::Parser>::try_parse_from(line.split_whitespace());
+        parsed.map(|parsed| parsed.run)
+    }
+
+    #[test]
+    fn pairs_need_a_matrix_and_exclude_together() {
+        for (good, expected) in [
+            ("--matrix a", None),
+            ("--matrix a b --pairs", Some(Pairs::All)),
+            ("--pairs --matrix a b", Some(Pairs::All)),
+            ("--matrix a --pairs=all", Some(Pairs::All)),
+            ("--matrix a --pairs=covering", Some(Pairs::Covering)),
+            ("--matrix a --pairs --fresh --jobs 4", Some(Pairs::All)),
+        ] {
+            assert_eq!(parse(good).unwrap().pairs, expected, "{good}");
+        }
+        for (bad, named) in [
+            ("--pairs", "--matrix"),
+            ("--pairs=covering", "--matrix"),
+            ("--matrix a --pairs --together", "--together"),
+            ("--matrix a --pairs=some", "covering"),
+            ("--matrix a --pairs=", "covering"),
+            ("--matrix a --pairs --pairs", "--pairs"),
+            ("--pairs covering --matrix a", "covering"),
+        ] {
+            let error = parse(bad).expect_err(bad).to_string();
+            assert!(error.contains(named), "{bad}: {error}");
+        }
+    }
+
+    #[test]
+    fn jobs_need_fresh_copies_and_keys_to_share() {
+        let jobs = |words| parse(words).map(|run| (run.fresh, run.jobs));
         for (good, expected) in [
             ("", (false, 1)),
             ("--matrix a", (false, 1)),

@@ -32,6 +32,13 @@ impl Search {
         }
     }
 
+    /// Creates the same search for a set of which each number alone is known to pass.
+    pub fn with_passing_singles(count: usize) -> Self {
+        let mut search = Self::new(count);
+        search.passed.extend((0..count).map(|number| vec![number]));
+        search
+    }
+
     /// Returns the next set to test, in ascending order; `None` at the end.
     pub fn next(&mut self) -> Option<Vec<usize>> {
         loop {
@@ -121,6 +128,16 @@ mod tests {
             assert_eq!(found, [cause]);
             assert!(tests <= 14, "{tests}");
         }
+    }
+
+    #[test]
+    fn single_numbers_that_are_known_to_pass_are_not_tested() {
+        let mut search = Search::with_passing_singles(9);
+        while let Some(set) = search.next() {
+            assert!(set.len() > 1, "{set:?}");
+            search.answer(holds(&set, &[2, 6]));
+        }
+        assert_eq!(search.smallest(), [2, 6]);
     }
 
     #[test]

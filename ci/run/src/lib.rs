@@ -15,6 +15,8 @@
 //!             report, or starts each run in a copy of a saved guest
 //!   collect   copies files of the guest to this machine
 //!   matrix    key by key, or together with ddmin
+//!   pairs     two keys at a time: all pairs, or the runs of a covering array
+//!   causes    the pairs that make a run of a covering array fail
 //!   workers   shares the runs of a matrix among runners, and keeps their order
 //!   compare   the effect of keys on a command, with an interval
 //!   report    JUnit XML, KTAP
@@ -36,9 +38,11 @@ macro_rules! tell {
 }
 
 mod args;
+mod causes;
 mod collect;
 pub mod compare;
 pub mod console;
+mod covering;
 mod ddmin;
 mod guest;
 mod keys;
@@ -46,6 +50,7 @@ mod libraries;
 mod matrix;
 pub mod monitor;
 pub mod overlay;
+mod pairs;
 pub mod place;
 mod prepare;
 pub mod programs;
@@ -181,9 +186,11 @@ async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
         run_once(&mut runner, arguments).await?
     } else {
         let mut progress = Terminal;
-        let cases = match arguments.together {
-            true => matrix::together(&mut runner, &arguments.matrix, &mut progress).await?,
-            false => matrix::each(&mut runner, &arguments.matrix, jobs, &mut progress).await?,
+        let (runner, patterns) = (&mut runner, &arguments.matrix);
+        let cases = match arguments.pairs {
+            _ if arguments.together => matrix::together(runner, patterns, &mut progress).await?,
+            Some(how) => pairs::pairs(runner, patterns, how, jobs, &mut progress).await?,
+            None => matrix::each(runner, patterns, jobs, &mut progress).await?,
         };
         let failed = cases.iter().any(Case::failed);
         summarize(&cases);

@@ -23,6 +23,22 @@ pub trait Progress {
     fn note(&mut self, text: &str);
 }
 
+/// Keys to flip for a run of the command, and the reason why they are not flipped, if there is one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Flip {
+    pub settings: Vec<Setting>,
+    pub obstacle: Option<String>,
+}
+
+impl From<Selected> for Flip {
+    fn from(key: Selected) -> Self {
+        Self {
+            settings: vec![key.setting],
+            obstacle: key.obstacle,
+        }
+    }
+}
+
 /// Runs the command without a flipped key, and then once per key, in as many guests at once as
 /// there are jobs. If the first run fails, no other follows.
 ///
@@ -35,29 +51,49 @@ pub async fn each(
     progress: &mut impl Progress,
 ) -> Result<Vec<Case>> {
     let mut cases = vec![];
-    let keys = begin(runner, patterns, &mut cases, progress).await?;
-    let more = 1..jobs.min(keys.len());
-    let mut others: Vec<Runner> = more.map(|_| runner.another()).collect();
-    let workers = std::iter::once(&mut *runner).chain(&mut others);
-    let work = async |runner: &mut &mut Runner, key: Selected| one(runner, key).await;
-    let take = |case: Case| {
-        progress.case(&case);
-        cases.push(case);
-    };
-    workers::in_order(workers, keys, work, take).await?;
-    for other in others {
-        runner.join(other).await;
+    // The keys are selected first, so that a misspelt name does not cost a run.
+    let keys = select(runner, patterns).await?;
+    if baseline(runner, &mut cases, progress).await? {
+        let keys = keys.into_iter().map(Flip::from).collect();
+        share(runner, jobs, keys, flip, &mut cases, progress).await?;
     }
     Ok(cases)
 }
 
-/// Runs the command with one key flipped.
-async fn one(runner: &mut Runner, key: Selected) -> Result<Case> {
-    let name = key.setting.to_string();
-    if let Some(why) = key.obstacle {
+/// Shares work among as many runners as there are jobs. The cases have the order of the items.
+///
+/// # Errors
+/// The first error of the work.
+pub async fn share<I>(
+    runner: &mut Runner,
+    jobs: usize,
+    items: Vec<I>,
+    work: impl AsyncFn(&mut Runner, I) -> Result<Case>,
+    cases: &mut Vec<Case>,
+    progress: &mut impl Progress,
+) -> Result<()> {
+    let more = 1..jobs.min(items.len());
+    let mut others: Vec<Runner> = more.map(|_| runner.another()).collect();
+    let workers = std::iter::once(&mut *runner).chain(&mut others);
+    let work = async |runner: &mut &mut Runner, item: I| work(runner, item).await;
+    let take = |case: Case| {
+        progress.case(&case);
+        cases.push(case);
+    };
+    workers::in_order(workers, items, work, take).await?;
+    for other in others {
+        runner.join(other).await;
+    }
+    Ok(())
+}
+
+/// Flips the keys in one transaction and runs the command.
+pub async fn flip(runner: &mut Runner, flip: Flip) -> Result<Case> {
+    let name = names(&flip.settings);
+    if let Some(why) = flip.obstacle {
         return Ok(skipped(name, why));
     }
-    let attempt = runner.attempt(&name, &[key.setting]).await?;
+    let attempt = runner.attempt(&name, &flip.settings).await?;
     Ok(match attempt {
         Attempt::Ran(case) => case,
         Attempt::Refused(why) => skipped(name, why),
@@ -76,7 +112,12 @@ pub async fn together(
 ) -> Result<Vec<Case>> {
     let mut cases = vec![];
     let mut settings = vec![];
-    for Selected { setting, obstacle } in begin(runner, patterns, &mut cases, progress).await? {
+    // The keys are selected first, so that a misspelt name does not cost a run.
+    let keys = select(runner, patterns).await?;
+    if !baseline(runner, &mut cases, progress).await? {
+        return Ok(cases);
+    }
+    for Selected { setting, obstacle } in keys {
         match obstacle {
             Some(why) => cases.push(skipped(setting.to_string(), why)),
             None => settings.push(setting),
@@ -131,28 +172,30 @@ async fn smallest(
             failing = case;
         }
     }
-    let names: Vec<String> = chosen(search.smallest())
-        .iter()
-        .map(Setting::to_string)
-        .collect();
+    let names = names(&chosen(search.smallest()));
     failing.name = TOGETHER.to_owned();
     if let Verdict::Failed(why) = &mut failing.verdict {
-        *why = format!("fails with {}: {why}", names.join(" "));
+        *why = format!("fails with {names}: {why}");
     }
     Ok(failing)
 }
 
-/// Runs the command without a flipped key and selects the keys. Returns `None` if that run fails,
-/// because a later failure could not be attributed to a key.
-async fn begin(
+/// Returns the keys that the globs select.
+///
+/// # Errors
+/// No guest boots, or the globs select nothing.
+pub async fn select(runner: &mut Runner, patterns: &[String]) -> Result<Vec<Selected>> {
+    let allow_guarded = runner.config.allow_guarded;
+    runner.keys().await?.select(patterns, allow_guarded).await
+}
+
+/// Runs the command without a flipped key, and returns whether that passes. If it fails, a later
+/// failure could not be attributed to a key.
+pub async fn baseline(
     runner: &mut Runner,
-    patterns: &[String],
     cases: &mut Vec<Case>,
     progress: &mut impl Progress,
-) -> Result<Vec<Selected>> {
-    let allow_guarded = runner.config.allow_guarded;
-    // The keys are selected first, so that a misspelt name does not cost a run.
-    let keys = runner.keys().await?.select(patterns, allow_guarded).await?;
+) -> Result<bool> {
     let Attempt::Ran(case) = runner.attempt(BASELINE, &[]).await? else {
         unreachable!("nothing was to be flipped");
     };
@@ -161,12 +204,17 @@ async fn begin(
     cases.push(case);
     if failed {
         progress.note("the command fails without a flipped key, so no key was flipped");
-        return Ok(vec![]);
     }
-    Ok(keys)
+    Ok(!failed)
 }
 
-fn skipped(name: String, why: String) -> Case {
+/// Returns the settings as on the command line, with spaces between them.
+pub fn names(settings: &[Setting]) -> String {
+    let names: Vec<String> = settings.iter().map(Setting::to_string).collect();
+    names.join(" ")
+}
+
+pub fn skipped(name: String, why: String) -> Case {
     Case {
         name,
         verdict: Verdict::Skipped(why),

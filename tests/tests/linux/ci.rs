@@ -270,6 +270,33 @@ fn together_finds_the_key_whose_other_side_fails() -> Result<()> {
     Ok(())
 }
 
+/// The command fails only with both keys on: the key of getppid() prints a line, and the kernel shows
+/// in a file whether it counts what the scheduler does.
+#[test]
+fn pairs_find_two_keys_that_fail_together() -> Result<()> {
+    let Some(environment) = Environment::linux_guest() else {
+        return Ok(());
+    };
+    // Each shell calls getppid().
+    let both = "dmesg -c >/dev/null; sh -c true; dmesg | grep -q 'true branch' && \
+                grep -q 1 /proc/sys/kernel/sched_schedstats && exit 9; exit 0";
+    let keys = ["getppid_key", "sched_asym_cpucapacity", "sched_schedstats"];
+    Ci::new(&environment)?
+        .args(&["--allow-guarded", "--pairs", "--matrix"])
+        .args(&keys)
+        .shell(both)?
+        .expect(
+            1,
+            &[
+                "3 keys: 7 runs, 1 with no key flipped, 3 with one, 3 with two",
+                "FAIL  getppid_key=on sched_schedstats=on",
+                "6 passed, 1 failed",
+                ", 1 boot ",
+            ],
+        )?;
+    Ok(())
+}
+
 /// Compares two keys by their effect on getppid(), the shortest system call. With getppid_key on,
 /// each call prints a line. The other key belongs to the scheduler and has no effect on the call.
 /// The confidence is high, so that a false difference is improbable.
