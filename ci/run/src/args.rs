@@ -100,8 +100,8 @@ pub struct RunArgs {
     /// keys with which it fails.
     #[arg(long, requires = "matrix")]
     pub together: bool,
-    /// After each key of the matrix by itself, flips two keys at a time: all pairs of keys that pass
-    /// by themselves, or with --pairs=covering a few runs that cover all pairs.
+    /// After each key of the matrix by itself, flips two keys at a time: all pairs of keys that
+    /// pass by themselves, or with --pairs=covering a few runs that cover all pairs.
     #[arg(
         long,
         value_name = "RUNS",

@@ -270,8 +270,8 @@ fn together_finds_the_key_whose_other_side_fails() -> Result<()> {
     Ok(())
 }
 
-/// The command fails only with both keys on: the key of getppid() prints a line, and the kernel shows
-/// in a file whether it counts what the scheduler does.
+/// The command fails only with both keys on. With getppid_key on, the kernel prints a line, and the
+/// state of sched_schedstats is readable in /proc.
 #[test]
 fn pairs_find_two_keys_that_fail_together() -> Result<()> {
     let Some(environment) = Environment::linux_guest() else {
