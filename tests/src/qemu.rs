@@ -113,11 +113,17 @@ impl Qemu {
             .with_context(|| format!("QEMU does not answer {name}"))?
     }
 
+    /// Ends the attacher.
+    pub async fn detach(&mut self) -> Result<()> {
+        if let Some(mut attacher) = self.attacher.take() {
+            attacher.kill().await?;
+        }
+        Ok(())
+    }
+
     /// Attaches to the guest, with additional options. An earlier attacher ends first.
     pub async fn attach(&mut self, cli: &Path, options: &[&str]) -> Result<()> {
-        if let Some(mut earlier) = self.attacher.take() {
-            earlier.kill().await?;
-        }
+        self.detach().await?;
         let process = Command::new(cli)
             .args(["attach", "qemu", "--qmp"])
             .arg(self.folder.path().join("qmp"))
@@ -138,6 +144,11 @@ impl Qemu {
         tokio::time::timeout(PATIENCE, served)
             .await
             .context("the attacher serves no API")
+    }
+
+    /// Returns the process id of the attacher.
+    pub fn attacher_pid(&self) -> Option<u32> {
+        self.attacher.as_ref()?.id()
     }
 
     /// Returns the attacher's API socket.

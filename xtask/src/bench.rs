@@ -10,6 +10,8 @@ use crate::{cargo, guest, host, lab, stock};
 /// The needs of a benchmark. It runs in the lab if this machine's KVM does not suffice.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Needs {
+    /// Programs only, and no KVM. It always runs on this machine.
+    Programs,
     /// KVM for bare-metal guests.
     BareMetal,
     /// KVM for Linux guests, the guest's kernel, a stock kernel, and QEMU to compare with.
@@ -68,6 +70,13 @@ const BENCHES: &[Bench] = &[
         needs: Needs::Linux,
     },
     Bench {
+        name: "log",
+        about: "the logs of 1,000 idle guests in memory, followed through one daemon",
+        package: "patchbay-tests",
+        target: "kernel_log",
+        needs: Needs::Programs,
+    },
+    Bench {
         name: "guest-cost",
         about: "what the series costs a kernel: its code, its boot, its speed",
         package: "patchbay-tests",
@@ -76,7 +85,7 @@ const BENCHES: &[Bench] = &[
     },
     Bench {
         name: "trace",
-        about: "tracepoints of a Linux guest: first event, all at once, rate, and their cost for the guest",
+        about: "tracepoints of a Linux guest: first event, all at once, rate, and their cost for the guest; with `memory`, the ways to read the events of a stock kernel; with `log`, its log",
         package: "patchbay-tests",
         target: "trace",
         needs: Needs::Linux,
@@ -117,6 +126,10 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
         );
     }
     let variables = match bench.needs {
+        Needs::Programs => {
+            cargo::build_programs_of_guests(&["patchbayd"])?;
+            guest::paths_of_programs()
+        }
         Needs::BareMetal => Vec::new(),
         Needs::Linux => {
             host::ensure_packages(host::LAB)?;
@@ -157,6 +170,7 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
     }
     let kvm = host::Kvm::probe();
     let here = match bench.needs {
+        Needs::Programs => true,
         Needs::BareMetal => kvm.runs_bare_metal(),
         Needs::Linux | Needs::Kernels => kvm.runs_linux(),
     };

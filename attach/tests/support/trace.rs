@@ -130,7 +130,7 @@ pub fn trace(accelerator: Accelerator) {
         formats.decode(&memory, &source, &batch)
     };
     let (whole, foo) = (read(""), read("foo"));
-    Counted::print("an idle poll of the rings of 2 CPUs", &memory, |view| {
+    Counted::print("a poll of the rings of 2 CPUs", &memory, |view| {
         assert!(follower.poll(view, ALL).chunks.is_empty());
     });
     let map = has_map.then(|| read("map"));
@@ -142,25 +142,29 @@ pub fn trace(accelerator: Accelerator) {
     wait_for(&boot.console, "END OF TRACE", 1);
     probes(&keys, has_map);
     let text = console().replace('\r', "");
+    let release = keys.describe().release;
     let part = |begin: &str, end: &str| {
         let (_, rest) = text.split_once(begin).expect("printed");
         rest.split_once(end).expect("printed").0.to_owned()
     };
     compare(
-        "the top level",
+        &release,
+        "top level",
         &part("BEGIN OF TRACE\n", "BEGIN OF FOO"),
         &whole,
         300,
     );
     compare(
-        "the instance",
+        &release,
+        "an instance",
         &part("BEGIN OF FOO\n", "BEGIN OF MAP"),
         &foo,
         20,
     );
     match map {
         Some(map) => compare(
-            "the boot-mapped instance",
+            &release,
+            "a boot-mapped instance",
             &part("BEGIN OF MAP\n", "BEGIN OF FORMATS"),
             &map,
             20,
@@ -168,6 +172,7 @@ pub fn trace(accelerator: Accelerator) {
         None => println!("SKIPPED: the kernel has no boot-mapped instance"),
     }
     compare_formats(
+        &release,
         &part("BEGIN OF FORMATS\n", "END OF TRACE"),
         &memory,
         &source,
@@ -269,8 +274,9 @@ fn by_cpu(all: &[Read]) -> BTreeMap<u32, Vec<&Read>> {
     by_cpu
 }
 
-/// Compares the lines of a `trace` file with the events, in the order of each CPU.
-fn compare(what: &str, text: &str, read: &[Read], least: usize) {
+/// Compares the lines of a `trace` file with the events, in the order of each CPU. Prints a row for
+/// the table in `docs/measurement-runs.md`.
+fn compare(release: &str, what: &str, text: &str, read: &[Read], least: usize) {
     let lines = text
         .lines()
         .filter(|line| line.contains(": ") && !line.starts_with('#'));
@@ -314,11 +320,11 @@ fn compare(what: &str, text: &str, read: &[Read], least: usize) {
     }
     assert!(expected.values().all(Vec::is_empty), "{what}: {expected:?}");
     assert!(count >= least, "{what}: {count} events");
-    println!("{what}: {count} events as in `trace`");
+    println!("| {release} | QEMU | {what} | `trace` | {count} | 0 |");
 }
 
 /// Compares the texts of `format` files. Each begins with the name and the id of its event.
-fn compare_formats(text: &str, memory: &KernelMemory, source: &Source) {
+fn compare_formats(release: &str, text: &str, memory: &KernelMemory, source: &Source) {
     let events = Event::all(memory, source).expect("a list");
     let began = Instant::now();
     let mut expected: Vec<String> = vec![];
@@ -343,9 +349,7 @@ fn compare_formats(text: &str, memory: &KernelMemory, source: &Source) {
         assert_eq!(event.format(memory, source).as_ref(), Some(expected));
     }
     assert!(expected.len() > 500, "{} formats", expected.len());
-    println!(
-        "{} formats as in tracefs, in {:?}",
-        expected.len(),
-        began.elapsed()
-    );
+    let count = expected.len();
+    println!("the formats were compared in {:?}", began.elapsed());
+    println!("| {release} | QEMU | formats of events | tracefs | {count} | 0 |");
 }

@@ -11,8 +11,13 @@
 //!
 //! Run it as `cargo xtask bench trace`. In the lab only ratios are meaningful.
 
+mod cpu;
 #[path = "../flip/figures.rs"]
 mod figures;
+mod first_line;
+mod log;
+mod memory;
+mod process;
 mod stock;
 
 use std::time::{Duration, Instant};
@@ -41,6 +46,17 @@ const MAX_RATE: u32 = 1_000_000;
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<()> {
+    let is_given = |word: &str| std::env::args().any(|argument| argument == word);
+    if is_given("memory") || is_given("log") {
+        println!("Host: {}", figures::host());
+        if is_given("memory") {
+            memory::run().await?;
+        }
+        if is_given("log") {
+            first_line::run().await?;
+        }
+        return Ok(());
+    }
     let Some(mut guest) = Guest::with_agent().await? else {
         return Ok(());
     };

@@ -126,7 +126,8 @@ async fn in_our_monitor(version: &str) -> Result<()> {
     let mut guest = Guest::stock(&kernel).boot().await?;
     let own = guest.shell(KMSG).await?;
     let dumped = dump(guest.tracepoints()).await?;
-    compare(version, &own, &dumped)?;
+    let release = guest.shell("uname -r").await?;
+    compare(&release, "our monitor", &own, &dumped)?;
     let tainted = guest.shell("cat /proc/sys/kernel/tainted").await?;
     let describe = DescribeGuestRequest::default();
     let described = guest.guest_service().describe_guest(describe).await?;
@@ -200,7 +201,8 @@ async fn in_qemu(version: &str) -> Result<()> {
     let own = guest.shell(KMSG).await?;
     guest.attach(&kernel.cli, &[]).await?;
     let dumped = dump(client(&guest.socket()).await?).await?;
-    compare(version, &own, &dumped)?;
+    let release = guest.shell("uname -r").await?;
+    compare(&release, "QEMU", &own, &dumped)?;
 
     let module =
         "insmod /lib/modules/*-binfmt_misc.ko; mount -t binfmt_misc none /proc/sys/fs/binfmt_misc";
@@ -322,7 +324,9 @@ struct Kmsg {
 }
 
 /// Compares the log as the guest reads it with the log from its memory, record by record.
-fn compare(version: &str, own: &str, dumped: &[KernelLogRecord]) -> Result<()> {
+/// Prints a row for the table in `docs/measurement-runs.md`.
+fn compare(release: &str, monitor: &str, own: &str, dumped: &[KernelLogRecord]) -> Result<()> {
+    let release = release.trim();
     let mut expected: Vec<Kmsg> = vec![];
     for line in own.lines() {
         match line.strip_prefix(' ') {
@@ -349,9 +353,10 @@ fn compare(version: &str, own: &str, dumped: &[KernelLogRecord]) -> Result<()> {
         expected.len()
     );
     for (expected, found) in expected.iter().zip(found) {
-        ensure!(expected == found, "{version}: {found:?}, not {expected:?}");
+        ensure!(expected == found, "{release}: {found:?}, not {expected:?}");
     }
-    println!("{version}: {} records as in /dev/kmsg", expected.len());
+    let compared = expected.len();
+    println!("| {release} | {monitor} | log | /dev/kmsg | {compared} | 0 |");
     Ok(())
 }
 

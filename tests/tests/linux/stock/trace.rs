@@ -56,8 +56,10 @@ async fn events_of(version: &str) -> Result<()> {
     let own: Vec<Line> = own.lines().filter_map(Line::parse).collect();
     ensure!(own.len() > 30, "{own:?}");
     compare(&own, &followed)?;
-    println!("{version}: {} events as in `trace`", followed.len());
-    instance(&mut guest, own.len()).await?;
+    let release = guest.shell("uname -r").await?;
+    print_row(&release, "top level, followed", &followed);
+    let of_instance = instance(&mut guest, own.len()).await?;
+    print_row(&release, "an instance", &of_instance);
 
     let running = buffered(&mut guest, &own).await?;
     let pause = PauseGuestRequest::default();
@@ -71,11 +73,12 @@ async fn events_of(version: &str) -> Result<()> {
         running == paused && running == panicked,
         "{running:?} {paused:?} {panicked:?}"
     );
+    print_row(&release, "top level, afterwards", &running);
     Ok(())
 }
 
 /// Reads the instance, which has recorded less than `all` events, and one that does not exist.
-async fn instance(guest: &mut Guest, all: usize) -> Result<()> {
+async fn instance(guest: &mut Guest, all: usize) -> Result<Vec<Line>> {
     guest
         .shell(&format!("echo 0 >{INSTANCE}/tracing_on"))
         .await?;
@@ -86,7 +89,6 @@ async fn instance(guest: &mut Guest, all: usize) -> Result<()> {
     ensure!(events.first() == own.first(), "{events:?} {own:?}");
     let forks = events.iter().any(|line| line.name == "sched_process_fork");
     ensure!(!forks && own.len() < all, "{own:?}");
-    println!("{} events of the instance as in its `trace`", events.len());
     let Err(error) = open(guest, "two", true).await else {
         bail!("there is no such instance");
     };
@@ -97,7 +99,7 @@ async fn instance(guest: &mut Guest, all: usize) -> Result<()> {
             .contains("no tracefs instance \"two\"; it has one"),
         "{refusal:?}"
     );
-    Ok(())
+    Ok(events)
 }
 
 async fn open(guest: &mut Guest, instance: &str, buffered: bool) -> Result<EventStream> {
@@ -177,6 +179,12 @@ impl Line {
             name: name.to_owned(),
         })
     }
+}
+
+/// Prints a row for the table in `docs/measurement-runs.md`. All these events are as in `trace`.
+fn print_row(release: &str, rings: &str, compared: &[Line]) {
+    let (release, compared) = (release.trim(), compared.len());
+    println!("| {release} | our monitor | {rings} | `trace` | {compared} | 0 |");
 }
 
 /// Checks that the events that were read of each CPU are some of its own without a gap.
