@@ -269,7 +269,7 @@ async fn follow(number: usize) -> Result<()> {
         .arg(&socket)
         .arg("--audit-log")
         .arg(folder.path().join("audit.jsonl"))
-        .env("RUST_LOG", "error")
+        .stdout(Stdio::null())
         .spawn()?;
     let mut processes = Processes { host, daemon };
     let names = list(&socket, number).await?;
