@@ -39,6 +39,11 @@ fn a_guest_of_cloud_hypervisor() {
 }
 
 #[test]
+fn a_guest_of_libkrun() {
+    support::foreign::counting_libkrun();
+}
+
+#[test]
 fn the_agents_socket_of_firecracker() {
     support::hybrid_vsock::firecracker();
 }

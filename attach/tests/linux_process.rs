@@ -14,6 +14,11 @@ async fn a_guest_of_cloud_hypervisor() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_guest_of_libkrun() {
+    support::foreign::libkrun().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_guest_of_qemu() {
     support::foreign::qemu().await;
 }

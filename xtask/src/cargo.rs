@@ -185,6 +185,32 @@ pub fn build_tests_outside() -> Result<Vec<TestBinary>> {
     ]))
 }
 
+/// Builds the program that runs a guest with libkrun, and returns its path. The program has its own
+/// target directory, so that it can be built at the same time as the workspace. It is not optimised,
+/// because compiling it costs more than its guests do.
+///
+/// # Errors
+/// The build fails, for example because the crates are not cached and there is no network.
+pub fn build_libkrun_guest() -> Result<PathBuf> {
+    let folder = host::repository().join("attach/tests/libkrun");
+    let target = host::target().join("libkrun");
+    let mut command = cargo("build");
+    command
+        .args(["--locked", "--quiet", "--manifest-path"])
+        .arg(folder.join("Cargo.toml"))
+        .arg("--target-dir")
+        .arg(&target);
+    let output = command.output().context("cannot run cargo")?;
+    if !output.status.success() {
+        let messages = String::from_utf8_lossy(&output.stderr).into_owned();
+        eprint!("{messages}");
+        let mut lines = messages.lines();
+        let reason = lines.find(|line| line.starts_with("error"));
+        bail!("cargo build: {}", reason.unwrap_or("no message"));
+    }
+    Ok(target.join("debug/libkrun-guest"))
+}
+
 /// Runs the documentation tests; passes cargo's output on and returns it.
 pub fn run_doc_tests() -> Result<(bool, String)> {
     let mut command = cargo("test");

@@ -3,8 +3,9 @@
 
 use std::ffi::OsString;
 use std::process::{Command, ExitCode};
+use std::thread;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 
 use crate::{cargo, guest, host, lab, stock};
 
@@ -49,8 +50,12 @@ pub fn run(mut arguments: Vec<OsString>) -> Result<ExitCode> {
     let variables = match *name {
         STOCK => {
             host::ensure_packages(host::LAB)?;
+            // Both builds at once take less time, because each has phases that use one CPU.
+            let libkrun = thread::spawn(guest::libkrun);
             let mut variables = guest::programs(&[program])?;
             variables.push(stock::cloud_6_12()?);
+            let libkrun = libkrun.join();
+            variables.push(libkrun.map_err(|_| anyhow!("the build of libkrun panicked"))?);
             variables
         }
         ROLLOUT => guest::prepare(&[program, guest::CONTROLLER])?,

@@ -105,6 +105,19 @@ pub fn controller() -> (&'static str, PathBuf) {
     ("PATCHBAY_FLEET", cargo::program(CONTROLLER))
 }
 
+/// Builds the program that runs a guest with libkrun, and returns a variable with its path. If the
+/// build fails, returns another variable with the reason, because tests and demos then leave this
+/// guest out.
+pub fn libkrun() -> (&'static str, PathBuf) {
+    match cargo::build_libkrun_guest() {
+        Ok(program) => ("PATCHBAY_TEST_LIBKRUN", program),
+        Err(error) => {
+            eprintln!("There is no guest of libkrun: {error:#}");
+            ("PATCHBAY_TEST_NO_LIBKRUN", format!("{error:#}").into())
+        }
+    }
+}
+
 /// Returns variables with the paths of the guest's kernel.
 pub fn kernel_of_the_guest(recipe: &Recipe) -> Result<Variables> {
     let kernel = kernel::get(recipe)?;

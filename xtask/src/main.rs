@@ -47,10 +47,11 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Run a demo: `stock` boots Debian's own kernel in our monitor and in QEMU and flips its
-    /// static keys from outside; `getppid` boots a kernel that registers its keys; `trace` traces a
-    /// guest; `sick-guest` boots a guest whose user space hangs; `rollout` changes three guests
-    /// wave by wave, with a page to watch it; `fleet` does the same with 500 guests in memory
+    /// Run a demo: `stock` boots Debian's own kernel in our monitor, in QEMU and with libkrun and
+    /// flips its static keys from outside; `getppid` boots a kernel that registers its keys;
+    /// `trace` traces a guest; `sick-guest` boots a guest whose user space hangs; `rollout` changes
+    /// three guests wave by wave, with a page to watch it; `fleet` does the same with 500 guests in
+    /// memory
     Demo {
         /// stock (default), getppid, trace, sick-guest, rollout or fleet, and its arguments;
         /// `--keep` keeps the guests running at the end

@@ -80,6 +80,12 @@ const ATTACHES: &[&str] = &[
 /// `patchbay-attach::linux_process`.
 const MONITORS: &str = "PATCHBAY_TEST_MONITORS";
 
+/// The tests with a guest of libkrun.
+const LIBKRUN: &[(&str, &str)] = &[
+    ("patchbay-attach::linux_process", "a_guest_of_libkrun"),
+    ("patchbay-attach::kvm_process", "a_guest_of_libkrun"),
+];
+
 /// The tests of a project outside of the workspace.
 const OUTSIDE: &str = "patchbay-example-ci::linux_guest";
 
@@ -125,6 +131,10 @@ pub fn run(selection: &Selection) -> Result<bool> {
     let kvm = host::Kvm::probe();
     let cpus = thread::available_parallelism().map_or(1, usize::from);
     outcome.variables = variables(selection, kvm, &tier_1, &tier_3)?;
+    let needs_libkrun = |test: &Test| LIBKRUN.iter().any(|part| is_part(test, *part));
+    if tier_2.iter().chain(&tier_3).any(needs_libkrun) {
+        outcome.variables.push(guest::libkrun());
+    }
     outcome.end_phase("building");
     let runs_bare_metal = kvm.runs_bare_metal();
     let is_of = |suites: &[&str], test: &Test| suites.contains(&&*test.suite);

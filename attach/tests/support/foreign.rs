@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests guests of monitors that do not cooperate: Firecracker, Cloud Hypervisor and QEMU.
+//! Tests guests of monitors that do not cooperate: Firecracker, Cloud Hypervisor, libkrun
+//! and QEMU.
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -13,6 +15,7 @@ use patchbay_attach::{Options, PauseWay, attach, process};
 use patchbay_guest::discovery::Discoverable;
 use patchbay_guest::guest::{Guest, Machine};
 use patchbay_guest::testing::conformance;
+use patchbay_host_kernel::{HostKernel, Verdict};
 use serde_json::json;
 
 use super::process::{host, readable};
@@ -24,8 +27,12 @@ use super::{
 
 /// A folder with the programs `firecracker` and `cloud-hypervisor`, which may be compressed by xz.
 const MONITORS: &str = "PATCHBAY_TEST_MONITORS";
+/// The program that runs a guest with libkrun.
+const LIBKRUN: &str = "PATCHBAY_TEST_LIBKRUN";
+/// The reason why there is no such program.
+const NO_LIBKRUN: &str = "PATCHBAY_TEST_NO_LIBKRUN";
 /// The code of a guest that counts.
-const ENTRY: std::ops::Range<u64> = 0x100_0000..0x100_0008;
+const ENTRY: std::ops::Range<u64> = 0x100_0000..0x100_0009;
 
 /// Returns the path of a monitor's program. Prints a message and returns `None` if there is no such
 /// program.
@@ -53,15 +60,29 @@ pub fn program(name: &str, folder: &Path) -> Option<PathBuf> {
     found
 }
 
-/// Writes an ELF kernel with an entry for PVH that counts at [`COUNTER`], and returns its path.
+/// Returns the path of the program that runs a guest with libkrun. Prints a message and returns
+/// `None` if it is not built.
+fn libkrun_guest() -> Option<PathBuf> {
+    let program = std::env::var_os(LIBKRUN).map(PathBuf::from);
+    if program.is_none() {
+        let reason = std::env::var(NO_LIBKRUN);
+        let reason = reason.unwrap_or_else(|_| format!("{LIBKRUN} is not set"));
+        eprintln!("SKIPPED: no guest of libkrun: {reason}");
+    }
+    program
+}
+
+/// Writes an ELF kernel that counts at [`COUNTER`], and returns its path. It is entered in 32-bit
+/// mode through its note for PVH, or in 64-bit mode.
 pub fn counter(folder: &Path) -> PathBuf {
     const CODE_AT: u64 = 0x1000;
     const NOTE_AT: u64 = 0x800;
     // again: inc dword [COUNTER]; jmp again
+    // The address has a SIB byte, because without one it is relative to RIP in 64-bit mode.
     let code = [
-        &[0xff, 0x05][..],
+        &[0xff, 0x04, 0x25][..],
         &(COUNTER as u32).to_le_bytes(),
-        &[0xeb, 0xf8],
+        &[0xeb, 0xf7],
     ]
     .concat();
     // XEN_ELFNOTE_PHYS32_ENTRY
@@ -206,6 +227,41 @@ pub fn counting_cloud_hypervisor() {
     counts(monitor.id(), "counter-1");
 }
 
+/// Returns the command that runs a guest with libkrun and 2 vCPUs. `more` is the kernel's command
+/// line, and the path of its initramfs if it has one.
+fn libkrun_command(program: PathBuf, memory: u64, kernel: &Path, more: &[&OsStr]) -> Command {
+    let mut monitor = Command::new(program);
+    monitor.args(["2", &(memory >> 20).to_string()]);
+    monitor.arg(kernel).args(more).stdin(Stdio::null());
+    monitor
+}
+
+/// Checks that `patchbay host list` describes a guest of libkrun, which is linked statically.
+fn is_listed(pid: u32, memory: u64) {
+    let listing = patchbay_host_kernel::list(HostKernel::open).expect("/proc");
+    let row = listing.vms.iter().find(|vm| vm.pid == pid);
+    let row = row.expect("the guest is listed");
+    println!("{row:?}");
+    assert_eq!(row.monitor.program, "libkrun-guest");
+    assert_eq!(row.name(), format!("libkrun-guest-{pid}"));
+    assert_eq!((row.vcpus, row.memory_bytes), (Some(2), Some(memory)));
+    assert_eq!(row.verdict, Verdict::Yes);
+}
+
+/// Tests libkrun.
+pub fn counting_libkrun() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let Some(program) = readable().then(libkrun_guest).flatten() else {
+        return;
+    };
+    let kernel = counter(folder.path());
+    let monitor = libkrun_command(program, END, &kernel, &[OsStr::new("unused")]).spawn();
+    let monitor = Process(monitor.expect("it starts"));
+    drop(attached(monitor.id()));
+    is_listed(monitor.id(), END);
+    counts(monitor.id(), "");
+}
+
 /// A process that is no child of this one, killed on drop.
 pub struct Other(pub u32);
 
@@ -290,6 +346,15 @@ async fn flips(boot: &Boot, pid: u32, name: &str) {
     conformance::lifecycle(&guest);
 }
 
+/// Unpacks the kernel into an ELF file and returns its path.
+fn vmlinux(boot: &Boot) -> PathBuf {
+    let kernel = fs::read(&boot.kernel).expect("a kernel");
+    let unpacked = patchbay_kernel_image::unpack(&kernel).expect("a kernel");
+    let path = boot.folder.path().join("vmlinux");
+    fs::write(&path, &unpacked.elf).expect("room");
+    path
+}
+
 /// Flips keys of a stock kernel in another monitor. `command` completes the monitor's command line.
 /// It is given the kernel as an ELF file.
 async fn foreign(name: &str, command: impl Fn(&mut Command, &Boot, &Path)) {
@@ -299,10 +364,7 @@ async fn foreign(name: &str, command: impl Fn(&mut Command, &Boot, &Path)) {
     let Some(program) = program(name, boot.folder.path()) else {
         return;
     };
-    let kernel = fs::read(&boot.kernel).expect("a kernel");
-    let unpacked = patchbay_kernel_image::unpack(&kernel).expect("a kernel");
-    let vmlinux = boot.folder.path().join("vmlinux");
-    fs::write(&vmlinux, &unpacked.elf).expect("room");
+    let vmlinux = vmlinux(&boot);
     let mut monitor = Command::new(program);
     monitor.stdin(Stdio::null());
     command(&mut monitor, &boot, &vmlinux);
@@ -366,4 +428,19 @@ pub async fn cloud_hypervisor() {
             .args(["--cpus", "boot=2", "--memory", "size=512M"]);
     })
     .await;
+}
+
+/// Tests libkrun with a stock kernel.
+pub async fn libkrun() {
+    let Some(boot) = readable().then(Boot::prepare).flatten() else {
+        return;
+    };
+    let Some(program) = libkrun_guest() else {
+        return;
+    };
+    let more = [OsStr::new(Boot::COMMAND_LINE), boot.initrd.as_os_str()];
+    let mut monitor = libkrun_command(program, 512 << 20, &vmlinux(&boot), &more);
+    let console = File::create(&boot.console).expect("room");
+    let monitor = Process(monitor.stdout(console).spawn().expect("the monitor starts"));
+    flips(&boot, monitor.id(), "libkrun").await;
 }
