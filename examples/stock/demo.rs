@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs Debian's own kernel in our monitor and in QEMU with KVM. No kernel is built, nothing is
-//! installed in the guests, and the same commands have the same effect in both. Debug lines and
-//! trace events are read from the guests' memory, while their consoles print none of them. The exit
-//! status is 0 if every step had its effect in every guest.
+//! Runs Debian's own kernel in our monitor, in QEMU with KVM, and with libkrun, a monitor that knows
+//! nothing of Patchbay. No kernel is built, nothing is installed in the guests, and the same
+//! commands have the same effect in all. Debug lines and trace events are read from the guests'
+//! memory, while their consoles print none of them. The exit status is 0 if every step had its
+//! effect in every guest. The guest of libkrun is left out if its crates cannot be built.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -12,7 +13,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use patchbay_examples::{open_shell, step, typed};
-use patchbay_tests::{Guest, Qemu, StockKernel, TestGuest};
+use patchbay_tests::{Guest, Libkrun, Qemu, StockKernel, TestGuest};
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 
@@ -32,7 +33,8 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// The number of lines shown of a long output.
 const SHOWN: usize = 6;
 
-/// Boots Debian's kernel in our monitor and in QEMU, and flips its static keys from outside.
+/// Boots Debian's kernel in our monitor, in QEMU and with libkrun, and flips its static keys from
+/// outside.
 #[derive(Parser)]
 struct Arguments {
     /// Keep the guests running afterwards and open a shell to play with them
@@ -44,6 +46,7 @@ struct Arguments {
 enum Place {
     Ours(Guest),
     Qemu(Qemu),
+    Libkrun(Libkrun),
 }
 
 impl Place {
@@ -51,6 +54,7 @@ impl Place {
         match self {
             Self::Ours(_) => "our monitor",
             Self::Qemu(_) => "QEMU",
+            Self::Libkrun(_) => "libkrun",
         }
     }
 
@@ -58,6 +62,7 @@ impl Place {
         match self {
             Self::Ours(guest) => guest.shell(command).await,
             Self::Qemu(guest) => guest.shell(command).await,
+            Self::Libkrun(guest) => guest.shell(command).await,
         }
     }
 
@@ -72,7 +77,7 @@ impl Place {
                 let transcript = guest.console().transcript();
                 Ok(transcript.get(before..).unwrap_or_default().to_owned())
             }
-            Self::Qemu(guest) => guest.shell(command).await,
+            Self::Qemu(_) | Self::Libkrun(_) => self.shell(command).await,
         }
     }
 
@@ -81,6 +86,7 @@ impl Place {
         match self {
             Self::Ours(guest) => guest.monitor_log(),
             Self::Qemu(guest) => guest.attacher_log(),
+            Self::Libkrun(guest) => guest.attacher_log(),
         }
     }
 
@@ -88,6 +94,7 @@ impl Place {
         match self {
             Self::Ours(guest) => guest.socket().to_owned(),
             Self::Qemu(guest) => guest.socket(),
+            Self::Libkrun(guest) => guest.socket(),
         }
     }
 }
@@ -168,12 +175,8 @@ async fn main() -> Result<()> {
         .context("no Linux guest can run here; start this with `cargo xtask demo`, or run `cargo xtask doctor`")?;
     let patchbay = Patchbay(kernel.cli.clone());
 
-    step("Boot Debian's kernel, as it is, in our monitor and in QEMU with KVM");
-    let mut qemu = Qemu::stock(&kernel, &kernel.initramfs, &[])?;
-    let ours = Guest::stock(&kernel).boot().await?;
-    qemu.wait_for_shell().await?;
-    qemu.attach(&kernel.cli, &[]).await?;
-    let mut places = [Place::Ours(ours), Place::Qemu(qemu)];
+    step("Boot Debian's kernel, as it is, in our monitor, in QEMU with KVM, and with libkrun");
+    let mut places = boot(&kernel).await?;
     for place in &mut places {
         println!(
             "   {:<12} {}",
@@ -182,7 +185,7 @@ async fn main() -> Result<()> {
         );
     }
 
-    step("In both guests: load a module of Debian's, and trace programs that start");
+    step("In each guest: load a module of Debian's, and trace programs that start");
     for place in &mut places {
         place
             .shell("insmod /lib/modules/*-binfmt_misc.ko; mount -t binfmt_misc none /proc/sys/fs/binfmt_misc; dmesg -n 4")
@@ -211,19 +214,45 @@ async fn main() -> Result<()> {
 
     debug_lines(&patchbay, &mut places).await?;
     trace_events(&patchbay, &mut places).await?;
-    println!("\nBoth guests followed every step.");
+    println!("\nAll {} guests followed every step.", places.len());
     if arguments.keep {
         step("The guests are yours until you leave this shell");
         println!("   patchbay debug list 'file drivers/*'");
         println!("   patchbay guest console");
-        let [ours, qemu] = &places;
-        println!(
-            "   patchbay --socket {} guest describe   # QEMU's guest",
-            qemu.socket().display()
-        );
-        open_shell(&kernel.cli, &ours.socket()).await?;
+        for place in &places[1..] {
+            println!(
+                "   patchbay --socket {} guest describe   # the guest of {}",
+                place.socket().display(),
+                place.name()
+            );
+        }
+        open_shell(&kernel.cli, &places[0].socket()).await?;
     }
     Ok(())
+}
+
+/// Boots all guests and attaches to those of other monitors. The guest of our monitor is the first.
+async fn boot(kernel: &StockKernel) -> Result<Vec<Place>> {
+    let libkrun = match Libkrun::program() {
+        Ok(program) => Some(Libkrun::stock(&program, kernel)?),
+        Err(reason) => {
+            println!("   without libkrun: {reason}");
+            None
+        }
+    };
+    let mut qemu = Qemu::stock(kernel, &kernel.initramfs, &[])?;
+    let ours = Guest::stock(kernel).boot().await?;
+    qemu.wait_for_shell().await?;
+    println!("   patchbay attach qemu --qmp SOCKET &");
+    qemu.attach(&kernel.cli, &[]).await?;
+    let mut places = vec![Place::Ours(ours), Place::Qemu(qemu)];
+    if let Some(mut libkrun) = libkrun {
+        libkrun.wait_for_shell().await?;
+        println!("   patchbay attach process {} &", libkrun.pid()?);
+        libkrun.attach(&kernel.cli).await?;
+        places.push(Place::Libkrun(libkrun));
+    }
+    Ok(places)
 }
 
 /// Turns debug lines on and off. They are read from the guest's memory, and the console, whose log

@@ -6,29 +6,26 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
-use patchbay_testing::{SHELL_READS, connect};
+use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
-use tokio::process::{Child, ChildStdin, ChildStdout, Command};
+use tokio::process::{Child, Command};
 
 use crate::StockKernel;
+use crate::attacher::{self, Attacher};
+use crate::serial::SerialConsole;
 
-/// Timeout for the boot, for each command and for QEMU's answers. It is long, because an emulated
-/// computer is slow.
+/// Timeout for QEMU's answers. It is long, because an emulated computer is slow.
 const PATIENCE: Duration = Duration::from_secs(480);
-/// The mark that is printed after the output of a command.
-const END: &str = "end of output";
 
 /// A running QEMU and its attacher; both end when this is dropped.
 #[derive(Debug)]
 pub struct Qemu {
     _process: Child,
-    input: ChildStdin,
-    output: BufReader<ChildStdout>,
+    console: SerialConsole,
     qmp: Option<BufReader<UnixStream>>,
-    attacher: Option<Child>,
+    attacher: Option<Attacher>,
     folder: tempfile::TempDir,
 }
 
@@ -55,7 +52,6 @@ impl Qemu {
             .arg(initramfs)
             .args(["-append", &format!("console=ttyS0 panic=-1 {append}")])
             .args(options)
-            // Standard input stays open, because the guest's shell ends at the end of its input.
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .kill_on_drop(true);
@@ -63,13 +59,10 @@ impl Qemu {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             process => process?,
         };
-        let (Some(input), Some(output)) = (process.stdin.take(), process.stdout.take()) else {
-            bail!("QEMU has no standard input or output");
-        };
+        let console = SerialConsole::of(&mut process)?;
         Ok(Some(Self {
             _process: process,
-            input,
-            output: BufReader::new(output),
+            console,
             qmp: None,
             attacher: None,
             folder,
@@ -92,7 +85,7 @@ impl Qemu {
 
     /// Waits until the guest's shell reads the console.
     pub async fn wait_for_shell(&mut self) -> Result<()> {
-        self.wait_for(SHELL_READS).await.map(drop)
+        self.console.wait_for_shell().await
     }
 
     /// Runs a command of QMP and returns QEMU's answer. The guest must have booted, and no other
@@ -115,7 +108,7 @@ impl Qemu {
 
     /// Ends the attacher.
     pub async fn detach(&mut self) -> Result<()> {
-        if let Some(mut attacher) = self.attacher.take() {
+        if let Some(attacher) = self.attacher.take() {
             attacher.kill().await?;
         }
         Ok(())
@@ -124,71 +117,30 @@ impl Qemu {
     /// Attaches to the guest, with additional options. An earlier attacher ends first.
     pub async fn attach(&mut self, cli: &Path, options: &[&str]) -> Result<()> {
         self.detach().await?;
-        let process = Command::new(cli)
-            .args(["attach", "qemu", "--qmp"])
-            .arg(self.folder.path().join("qmp"))
-            .args(["--name", "qemu", "--api-socket"])
-            .arg(self.socket())
-            .args(options)
-            .stderr(std::fs::File::create(self.log())?)
-            .kill_on_drop(true)
-            .spawn()
-            .with_context(|| format!("{} cannot be started", cli.display()))?;
-        self.attacher = Some(process);
-        let served = async {
-            // There is no event for a socket that becomes connectable, so this polls.
-            while connect(&self.socket()).await.is_err() {
-                tokio::time::sleep(Duration::from_millis(10)).await;
-            }
-        };
-        tokio::time::timeout(PATIENCE, served)
-            .await
-            .context("the attacher serves no API")
+        let qmp = self.folder.path().join("qmp").display().to_string();
+        let arguments = [&["qemu", "--qmp", &qmp, "--name", "qemu"], options].concat();
+        self.attacher = Some(Attacher::start(cli, self.folder.path(), arguments).await?);
+        Ok(())
     }
 
     /// Returns the process id of the attacher.
     pub fn attacher_pid(&self) -> Option<u32> {
-        self.attacher.as_ref()?.id()
+        self.attacher.as_ref()?.pid()
     }
 
     /// Returns the attacher's API socket.
     pub fn socket(&self) -> PathBuf {
-        self.folder.path().join("api.sock")
-    }
-
-    fn log(&self) -> PathBuf {
-        self.folder.path().join("attacher.log")
+        attacher::socket(self.folder.path())
     }
 
     /// Returns the output of the attacher.
     pub fn attacher_log(&self) -> String {
-        std::fs::read_to_string(self.log()).unwrap_or_default()
+        attacher::log(self.folder.path())
     }
 
     /// Runs a command in the guest's shell and returns its output.
     pub async fn shell(&mut self, command: &str) -> Result<String> {
-        // The quotes split the mark, so that an echo of the line does not contain it.
-        let line = format!("{command}\necho 'end of'' output'\n");
-        self.input.write_all(line.as_bytes()).await?;
-        let output = self.wait_for(END).await?;
-        Ok(output.replace('\r', "").replace(END, ""))
-    }
-
-    async fn wait_for(&mut self, text: &str) -> Result<String> {
-        let read = async {
-            let mut seen = String::new();
-            while !seen.contains(text) {
-                let mut bytes = Vec::new();
-                if self.output.read_until(b'\n', &mut bytes).await? == 0 {
-                    bail!("QEMU ended before its guest printed {text:?}:\n{seen}");
-                }
-                seen.push_str(&String::from_utf8_lossy(&bytes));
-            }
-            Ok(seen)
-        };
-        tokio::time::timeout(PATIENCE, read)
-            .await
-            .with_context(|| format!("QEMU's guest did not print {text:?}"))?
+        self.console.shell(command).await
     }
 }
 

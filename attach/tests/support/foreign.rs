@@ -259,7 +259,7 @@ pub fn counting_libkrun() {
     let monitor = Process(monitor.expect("it starts"));
     drop(attached(monitor.id()));
     is_listed(monitor.id(), END);
-    counts(monitor.id(), "");
+    counts(monitor.id(), &format!("libkrun-guest-{}", monitor.id()));
 }
 
 /// A process that is no child of this one, killed on drop.
