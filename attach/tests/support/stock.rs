@@ -109,7 +109,11 @@ pub fn boots(console: &Path, list: impl Fn() -> Result<(), String>) {
                 last = error;
             }
         }
-        assert!(Instant::now() < end, "the guest does not boot: {last}");
+        assert!(
+            Instant::now() < end,
+            "the guest does not boot: {last}; its console: {}",
+            String::from_utf8_lossy(&fs::read(console).unwrap_or_default())
+        );
     }
 }
 
