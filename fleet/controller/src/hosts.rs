@@ -6,8 +6,9 @@
 
 mod error;
 mod link;
+mod registered;
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::future::Future;
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -27,6 +28,7 @@ pub use patchbay_access::connect::TlsFiles;
 
 pub use self::error::CallError;
 use self::link::Link;
+pub use self::registered::{Changed, Following};
 use crate::store::registry::GuestRecord;
 
 /// The maximum number of concurrent calls to a host. A host serves 128 calls of one connection. Its
@@ -37,8 +39,6 @@ const CHANGES: usize = 32;
 /// The timeout of a call. The service limits a call to 30 s, and the answer needs time to arrive.
 const CALL_TIMEOUT: Duration = Duration::from_secs(35);
 const MAX_ANSWER_BYTES: usize = 8 << 20;
-/// The maximum number of changes of the registry that are kept.
-const MAX_CHANGES: usize = 4096;
 
 /// The address of a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -96,14 +96,6 @@ pub struct Hosts {
     changes: watch::Sender<u64>,
 }
 
-/// A host or guest of the registry that has changed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Changed {
-    pub host: String,
-    /// `None` for the host itself.
-    pub guest: Option<String>,
-}
-
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("two hosts are named {0:?}; give one of them another name")]
 pub struct NameTaken(String);
@@ -146,101 +138,6 @@ impl Hosts {
     pub fn all(&self) -> Vec<Arc<Host>> {
         let by_name = self.by_name.read().unwrap_or_else(PoisonError::into_inner);
         by_name.values().cloned().collect()
-    }
-
-    /// Returns a counter that advances with every change of the registry.
-    pub fn changes(&self) -> watch::Receiver<u64> {
-        self.changes.subscribe()
-    }
-
-    /// Returns the changes since the counter had this value; `None` if they are not kept any more.
-    pub fn changed_since(&self, count: u64) -> Option<Vec<Changed>> {
-        let latest = self.latest.read().unwrap_or_else(PoisonError::into_inner);
-        let new = usize::try_from(self.changes.borrow().saturating_sub(count)).ok()?;
-        let skipped = latest.len().checked_sub(new)?;
-        Some(latest.iter().skip(skipped).cloned().collect())
-    }
-
-    fn changed(&self, host: &str, guest: Option<&str>) {
-        let mut latest = self.latest.write().unwrap_or_else(PoisonError::into_inner);
-        latest.push_back(Changed {
-            host: host.to_owned(),
-            guest: guest.map(str::to_owned),
-        });
-        if latest.len() > MAX_CHANGES {
-            latest.pop_front();
-        }
-        self.changes.send_modify(|count| *count += 1);
-    }
-
-    /// Adds a host of the registry. A host of the configuration with the same name is not replaced.
-    ///
-    /// # Errors
-    /// [`NameTaken`].
-    pub fn register(&self, config: HostConfig) -> Result<(), NameTaken> {
-        let mut by_name = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
-        match by_name.get(&config.name) {
-            Some(known) if !known.registered => return Err(NameTaken(config.name)),
-            // The connection is kept, because the host may only have been restarted.
-            Some(known) if known.config == config => {}
-            _ => {
-                let name = config.name.clone();
-                by_name.insert(name, Arc::new(Host::new(config.clone(), true)));
-            }
-        }
-        drop(by_name);
-        self.changed(&config.name, None);
-        Ok(())
-    }
-
-    /// Removes a host of the registry.
-    pub fn unregister(&self, name: &str) {
-        let mut by_name = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
-        if by_name.get(name).is_some_and(|host| host.registered) {
-            by_name.remove(name);
-        }
-    }
-
-    /// Removes all hosts of the registry except these.
-    pub fn retain_registered(&self, present: &BTreeSet<String>) {
-        let mut by_name = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
-        by_name.retain(|name, host| !host.registered || present.contains(name));
-        self.guests
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clear();
-    }
-
-    /// Records what the registry has of a guest; `None` if it no longer has the guest. The guest's
-    /// revision is no change, because it advances with each change of its keys.
-    pub fn set_guest(&self, host: &str, guest: &str, record: Option<GuestRecord>) {
-        let mut guests = self.guests.write().unwrap_or_else(PoisonError::into_inner);
-        let hosts = guests.entry(guest.to_owned()).or_default();
-        let record = record.map(|record| GuestRecord {
-            revision: 0,
-            ..record
-        });
-        let before = match record.clone() {
-            Some(record) => hosts.insert(host.to_owned(), record),
-            None => hosts.remove(host),
-        };
-        if hosts.is_empty() {
-            guests.remove(guest);
-        }
-        drop(guests);
-        if before != record {
-            self.changed(host, Some(guest));
-        }
-    }
-
-    /// Returns the other hosts that have a guest of this name, according to the registry. There is
-    /// none while the registry has the guest on this host.
-    pub fn elsewhere(&self, host: &str, guest: &str) -> Vec<String> {
-        let guests = self.guests.read().unwrap_or_else(PoisonError::into_inner);
-        match guests.get(guest) {
-            Some(hosts) if !hosts.contains_key(host) => hosts.keys().cloned().collect(),
-            _ => vec![],
-        }
     }
 }
 

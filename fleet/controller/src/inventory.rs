@@ -86,7 +86,7 @@ async fn watch(store: &dyn Store, hosts: &Hosts, reach: &Reach, revision: u64) -
 
 /// Applies a change. An unreadable value is logged and skipped, because it affects only one host
 /// and the others must be served.
-fn apply(hosts: &Hosts, reach: &Reach, change: &Change) {
+pub fn apply(hosts: &Hosts, reach: &Reach, change: &Change) {
     match registry::read(change) {
         Ok(Some(Registered::Host(name, record))) => {
             let Some(endpoint) = reach.endpoint(&record) else {

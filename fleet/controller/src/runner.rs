@@ -24,7 +24,7 @@ use tokio::time::Instant;
 use crate::clock::Clocks;
 pub use crate::clock::now;
 use crate::gates::commands::Commands;
-use crate::hosts::Hosts;
+use crate::hosts::{Following, Hosts};
 use crate::metrics::Metrics;
 use crate::plan::Asks;
 use crate::rollout::{
@@ -43,7 +43,7 @@ const QUEUE: usize = 64;
 /// The delay between attempts to reach the store.
 const STORE_RETRY: Duration = Duration::from_millis(500);
 /// The minimum interval between two checks of the guests that changes of the registry cause.
-const LOOK_INTERVAL: Duration = Duration::from_secs(5);
+pub const LOOK_INTERVAL: Duration = Duration::from_secs(5);
 /// The maximum time between two steps, in milliseconds.
 const MAX_WAIT: Millis = 60_000;
 
@@ -225,8 +225,7 @@ impl Running {
         let mut actions = JoinSet::new();
         let mut replies: Vec<(oneshot::Sender<_>, Result<(), NotLegal>)> = Vec::new();
         let mut clocks = Clocks::read();
-        let mut registry = context.hosts.changes();
-        let mut seen = *registry.borrow_and_update();
+        let mut registry = Following::new(&context.hosts);
         let (mut looked, mut has_changed) = (Instant::now(), false);
         loop {
             self.follow(&mut clocks);
@@ -257,9 +256,7 @@ impl Running {
             let look = async {
                 // The change must outlive this iteration.
                 if !has_changed {
-                    if registry.changed().await.is_err() {
-                        std::future::pending::<()>().await;
-                    }
+                    registry.changed().await;
                     has_changed = true;
                 }
                 tokio::time::sleep_until(looked + LOOK_INTERVAL).await;
@@ -298,8 +295,7 @@ impl Running {
                 () = look => {
                     has_changed = false;
                     looked = Instant::now();
-                    let since = std::mem::replace(&mut seen, *registry.borrow_and_update());
-                    let changed = context.hosts.changed_since(since);
+                    let changed = registry.take();
                     self.rollout().look_again(changed.as_deref());
                 }
                 () = wake => {}

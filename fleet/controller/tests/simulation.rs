@@ -14,6 +14,7 @@ mod simulation {
     mod oracle;
     mod people;
     mod records;
+    mod registry;
     mod rights;
     pub mod run;
     mod store;

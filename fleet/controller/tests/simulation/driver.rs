@@ -2,13 +2,14 @@
 //! A driver of the rollout: step, save, send. It can be killed or stopped between any two of them,
 //! as `runner::Running::run` can.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use patchbay_fleet::clock::TOLERANCE;
+use patchbay_fleet::hosts::Following;
 use patchbay_fleet::plan::Asks;
 use patchbay_fleet::rollout::{Action, GateAnswer, Health, Millis, NotLegal, Rollout};
 use patchbay_fleet::runner::guests::{Answered, Outcome, check, claim, release};
@@ -17,6 +18,8 @@ use patchbay_fleet::spec::Spec;
 use patchbay_fleet::storage::{self, RecordKeys};
 use patchbay_fleet::store::{Fence, StoreError, Write, commit_all};
 
+use super::network::Network;
+use super::registry::Told;
 use super::store::Fault;
 use super::waves::{Answer, Asked, check_jump};
 use super::world::{Event, World};
@@ -60,6 +63,8 @@ pub struct Term {
     pub clock: i64,
     /// The keys by which the replica signs and verifies records.
     keys: RecordKeys,
+    /// Its end of the network, with the hosts that it has found in the registry.
+    pub network: Network,
     /// Its keys verify no record, so it runs no rollout.
     is_blind: bool,
     /// The time until which it does nothing.
@@ -77,6 +82,13 @@ pub struct Driver {
     stage: Stage,
     pub inbox: VecDeque<Input>,
     tasks: Vec<Task>,
+    /// The members and generations of calls whose outcomes are not reported yet, and the number of
+    /// these calls.
+    pub calls: BTreeMap<(usize, u64), usize>,
+    /// The changes of the registry as production's code tells them.
+    pub following: Following,
+    /// The same changes as the world knows them.
+    pub told: Told,
     /// The commands whose effects are not saved yet.
     pub replies: Vec<(Command, Result<(), NotLegal>)>,
     /// The latest answers to the gates, by wave and gate.
@@ -90,9 +102,12 @@ pub struct Driver {
 }
 
 impl Driver {
-    fn new(id: u32, term: u32, clock: i64, rollout: Rollout, spec: Spec) -> Self {
+    fn new(id: u32, term: u32, of: &Term, rollout: Rollout, spec: Spec) -> Self {
         Self {
-            clock,
+            clock: of.clock,
+            calls: BTreeMap::new(),
+            following: Following::new(&of.network.hosts),
+            told: Told::default(),
             saved_entries: rollout.header().entries,
             id,
             term,
@@ -132,19 +147,33 @@ impl Driver {
             });
     }
 
-    /// Takes the inputs that go into one step, at this time by the driver's clock. Outcomes are
-    /// reported with the time at which they were known, as `Running::report` does.
-    fn take_inputs(&mut self, now: Millis) {
+    /// Reports an outcome with the time at which it was known, as `Running::report` does.
+    fn report(&mut self, outcome: Outcome, at: Millis) {
+        if let Some(call) = call_of(&outcome)
+            && let Some(count) = self.calls.get_mut(&call)
+        {
+            *count -= 1;
+            if *count == 0 {
+                self.calls.remove(&call);
+            }
+        }
+        let at = at.saturating_add_signed(self.clock);
+        outcome.report(&mut self.rollout, at);
+    }
+
+    /// Takes the inputs that go into one step, at this right time. Returns the guests that have
+    /// changed in the registry, if they are among the inputs.
+    fn take_inputs(&mut self, right: Millis) -> BTreeSet<String> {
+        let now = right.saturating_add_signed(self.clock);
         let Some(first) = self.inbox.pop_front() else {
-            return;
+            return BTreeSet::new();
         };
         match first {
             Input::Outcome(outcome, at) => {
-                let clock = self.clock;
-                outcome.report(&mut self.rollout, at.saturating_add_signed(clock));
+                self.report(outcome, at);
                 while let Some(Input::Outcome(..)) = self.inbox.front() {
                     if let Some(Input::Outcome(outcome, at)) = self.inbox.pop_front() {
-                        outcome.report(&mut self.rollout, at.saturating_add_signed(clock));
+                        self.report(outcome, at);
                     }
                 }
             }
@@ -154,8 +183,30 @@ impl Driver {
                     .apply(&mut self.rollout, &self.spec, person, now);
                 self.replies.push((command, result));
             }
-            Input::Look => self.rollout.look_again(None),
+            Input::Look => {
+                // Without a change, `Running::run` does not look.
+                let changed = match self.following.has_changed() {
+                    true => self.following.take(),
+                    false => Some(vec![]),
+                };
+                self.rollout.look_again(changed.as_deref());
+                return self.told.take(right);
+            }
         }
+        BTreeSet::new()
+    }
+}
+
+/// Returns the member and the generation of a call that has this outcome.
+fn call_of(outcome: &Outcome) -> Option<(usize, u64)> {
+    match outcome {
+        Outcome::Claim(of) => Some((of.member, of.generation)),
+        Outcome::Release(of) => Some((of.member, of.generation)),
+        Outcome::Checked(of) => Some((of.member, of.generation)),
+        Outcome::Observed {
+            member, generation, ..
+        } => Some((*member, *generation)),
+        Outcome::Gate { .. } => None,
     }
 }
 
@@ -284,8 +335,9 @@ impl World {
         let now = self.now.saturating_add_signed(driver.clock);
         driver.stage = match std::mem::replace(&mut driver.stage, Stage::Idle) {
             Stage::Idle => {
-                driver.take_inputs(now);
+                let changed = driver.take_inputs(self.now);
                 let step = driver.rollout.step(now);
+                self.check_look(driver, &changed, &step, now);
                 // A wait is measured by the monotonic clock.
                 driver.wake_at = step.wake_at.map(|at| self.now + wait(at, now));
                 Stage::Stepped {
@@ -380,7 +432,17 @@ impl World {
     fn perform(&mut self, driver: &mut Driver, action: Action) {
         self.trace(|| format!("driver {} performs {action:?}", driver.id));
         self.check_action(&driver.rollout, &action);
-        let (asks, network) = (Arc::clone(&driver.asks), self.network.clone());
+        let (asks, network) = (
+            Arc::clone(&driver.asks),
+            self.terms[&driver.term].network.clone(),
+        );
+        if let Action::Claim { member, generation }
+        | Action::Release { member, generation }
+        | Action::Check { member, generation }
+        | Action::Observe { member, generation } = action
+        {
+            *driver.calls.entry((member, generation)).or_default() += 1;
+        }
         let member = |index: usize| driver.rollout.members()[index].clone();
         match action {
             Action::Claim {
@@ -486,9 +548,12 @@ impl World {
             false => self.keys.right(),
         };
         let clock = self.draw_clock();
+        let network = self.network.of_another_term();
+        self.list_registry(&network);
         self.terms.insert(
             term,
             Term {
+                network,
                 fence: fence.clone(),
                 clock,
                 keys,
@@ -529,9 +594,8 @@ impl World {
                 header.name, header.phase
             )
         });
-        let clock = self.terms[&term].clock;
-        self.drivers
-            .insert(id, Driver::new(id, term, clock, rollout, spec));
+        let driver = Driver::new(id, term, &self.terms[&term], rollout, spec);
+        self.drivers.insert(id, driver);
         self.schedule(0, Event::Drive(id));
     }
 

@@ -73,9 +73,11 @@ pub enum WorldFault {
     Kernel,
     /// The host loses a guest's ledger.
     LoseLedger,
+    /// The `patchbayd` of a host ends for some time.
+    EndDaemon,
 }
 
-pub const WORLD_FAULTS: [WorldFault; 10] = [
+pub const WORLD_FAULTS: [WorldFault; 11] = [
     WorldFault::Reboot,
     WorldFault::KillService,
     WorldFault::Change,
@@ -86,6 +88,7 @@ pub const WORLD_FAULTS: [WorldFault; 10] = [
     WorldFault::Rights,
     WorldFault::Kernel,
     WorldFault::LoseLedger,
+    WorldFault::EndDaemon,
 ];
 
 /// The longest jump of a clock, in milliseconds: three hours, so that a wait which the clock made
@@ -116,6 +119,7 @@ impl World {
                     self.guests[index].stop();
                     let wait = self.rng.u64(500..60_000);
                     self.schedule(wait, Event::Serve(index));
+                    self.register_soon();
                 }
             }
             WorldFault::Change => {
@@ -151,6 +155,7 @@ impl World {
                 }
             }
             WorldFault::Rights => self.change_rights(),
+            WorldFault::EndDaemon => self.end_daemon(),
             WorldFault::LoseLedger => {
                 let guest = &mut self.guests[index];
                 // Little is promised of such a guest, so the others never lose theirs.
@@ -206,6 +211,7 @@ impl World {
         self.count("guest rebooted");
         self.trace(|| format!("guest {index} boots again, in place: {is_in_place}"));
         self.guests[index].reboot(is_in_place, kinds);
+        self.register_soon();
         match self.guests[index].is_served() {
             true => self.claim_early(index),
             false => {
@@ -239,6 +245,26 @@ impl World {
         guest.home.clone_from(&host);
         let wait = self.rng.u64(1..20_000);
         self.schedule(wait, Event::Arrive(index, host));
+        self.register_soon();
+    }
+
+    /// Ends the `patchbayd` of a host for some time. Its lease ends later, or it is started before.
+    fn end_daemon(&mut self) {
+        let host = HOSTS[self.rng.usize(0..HOSTS.len())];
+        if self.registered.gone.insert(host) {
+            self.count("patchbayd of a host ended");
+            self.trace(|| format!("the patchbayd of {host} ends"));
+            self.register_soon();
+            let wait = self.rng.u64(500..60_000);
+            self.schedule(wait, Event::Return(host));
+        }
+    }
+
+    /// Starts the `patchbayd` of a host again.
+    pub fn host_returns(&mut self, host: &'static str) {
+        self.registered.gone.remove(host);
+        self.trace(|| format!("the patchbayd of {host} is started again"));
+        self.register_soon();
     }
 
     /// Makes the claims that another owner makes first in each boot.

@@ -2,11 +2,12 @@
 //! The calls of drivers. A call is sent when its future is first polled, and the world delivers it
 //! and its answer, or loses them.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 
+use patchbay_fleet::hosts::Hosts;
 use patchbay_fleet::runner::guests::Calls;
 use patchbay_proto::v1;
 use tonic::{Code, Status};
@@ -37,17 +38,35 @@ struct Content {
     next: u64,
     sent: Vec<Sent>,
     answers: BTreeMap<u64, Result<Answer, Status>>,
-    /// The hosts of each guest, according to the registry.
-    places: BTreeMap<String, BTreeSet<String>>,
 }
 
-/// One end of the network, which all drivers share.
-#[derive(Clone, Default)]
-pub struct Network(Arc<Mutex<Content>>);
+/// One end of the network.
+#[derive(Clone)]
+pub struct Network {
+    content: Arc<Mutex<Content>>,
+    /// What the term at this end has from the registry.
+    pub hosts: Hosts,
+}
 
 impl Network {
     fn content(&self) -> MutexGuard<'_, Content> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.content.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Creates a network, and the end of a term that knows no hosts.
+    pub fn new() -> Self {
+        Self {
+            content: Arc::default(),
+            hosts: Hosts::new(&[]).expect("no names"),
+        }
+    }
+
+    /// Returns the end of another term, which knows no hosts yet.
+    pub fn of_another_term(&self) -> Self {
+        Self {
+            content: Arc::clone(&self.content),
+            ..Self::new()
+        }
     }
 
     /// Returns the calls that were sent since the last time.
@@ -57,11 +76,6 @@ impl Network {
 
     pub fn answer(&self, id: u64, answer: Result<Answer, Status>) {
         self.content().answers.insert(id, answer);
-    }
-
-    /// Sets the hosts that have a guest of this name, according to the registry.
-    pub fn register(&self, guest: &str, hosts: BTreeSet<String>) {
-        self.content().places.insert(guest.to_owned(), hosts);
     }
 
     fn call(&self, host: &str, call: Call) -> impl Future<Output = Result<Answer, Status>> + Send {
@@ -104,11 +118,7 @@ impl Calls for Network {
     }
 
     fn elsewhere(&self, host: &str, guest: &str) -> Vec<String> {
-        // The same condition as in `Hosts::elsewhere`.
-        match self.content().places.get(guest) {
-            Some(hosts) if !hosts.contains(host) => hosts.iter().cloned().collect(),
-            _ => vec![],
-        }
+        self.hosts.elsewhere(host, guest)
     }
 }
 

@@ -16,11 +16,11 @@ use super::driver::{Driver, Input, Term};
 use super::faults::{Rates, WorldFault};
 use super::guest::{CONTROLLER, Guest, Kill};
 use super::hook::Hook;
-use super::liar::PRETENDER;
 use super::network::{self, Answer, Call, Network, Sent};
 use super::oracle::Oracle;
 use super::people::Deed;
 use super::records::Signing;
+use super::registry::Registered;
 use super::rights::Rights;
 use super::store::MemoryStore;
 
@@ -47,8 +47,10 @@ pub enum Event {
     Serve(usize),
     /// A guest arrives at a host.
     Arrive(usize, String),
-    /// The registry tells where the guests are.
+    /// The hosts write into the registry what has changed.
     Register,
+    /// The `patchbayd` of a host is started again.
+    Return(&'static str),
     Fault(WorldFault),
     /// A person acts on the rollout with this name, or on any.
     Deed(Deed, Option<String>),
@@ -84,7 +86,8 @@ pub struct World {
     /// The guest whose host answers with invalid data, for ever.
     pub liar: Option<usize>,
     /// A host pretends to have all guests.
-    has_pretender: bool,
+    pub has_pretender: bool,
+    pub registered: Registered,
     /// A rollout waits for a time of the wall clock, so that clocks must be right in the end.
     pub has_freezes: bool,
     /// The clock of a replica was set.
@@ -120,7 +123,7 @@ impl World {
             scheduled: 0,
             runtime: { runtime }.build().expect("a runtime"),
             store: Arc::default(),
-            network: Network::default(),
+            network: Network::new(),
             terms: BTreeMap::new(),
             terms_made: 0,
             leader: None,
@@ -133,6 +136,7 @@ impl World {
             rights,
             liar,
             has_pretender,
+            registered: Registered::default(),
             has_freezes: false,
             is_clock_set: false,
             is_quiet: false,
@@ -207,6 +211,7 @@ impl World {
             Event::Serve(index) => self.serve(index),
             Event::Arrive(index, host) => self.arrive(index, host),
             Event::Register => self.register(),
+            Event::Return(host) => self.host_returns(host),
             Event::Fault(fault) => self.strike(fault),
             Event::Deed(deed, rollout) => self.act(deed, rollout.as_deref()),
             Event::Plan(number) => self.plan(number),
@@ -295,6 +300,9 @@ impl World {
     }
 
     fn find(&mut self, host: &str, name: &str) -> Result<usize, Status> {
+        if self.registered.gone.contains(host) {
+            return Err(network::refused());
+        }
         let mut guests = self.guests.iter();
         let found =
             guests.position(|guest| guest.host.as_deref() == Some(host) && guest.name == name);
@@ -314,6 +322,7 @@ impl World {
             kill = kills[self.rng.usize(0..3)];
             let wait = self.rng.u64(500..20_000);
             self.schedule(wait, Event::Serve(index));
+            self.register_soon();
         }
         let guest = &mut self.guests[index];
         // Claims may end now.
@@ -339,6 +348,7 @@ impl World {
             guest.start(self.now);
             self.claim_early(index);
             self.trace(|| format!("guest {index} is served again"));
+            self.register_soon();
         }
     }
 
@@ -347,31 +357,7 @@ impl World {
             self.trace(|| format!("guest {index} arrives at {host}"));
             self.guests[index].host = Some(host);
             self.serve(index);
-            let wait = if self.is_quiet {
-                1
-            } else {
-                self.rng.u64(1..20_000)
-            };
-            self.schedule(wait, Event::Register);
-        }
-    }
-
-    /// Tells the registry where the guests are.
-    pub fn register(&mut self) {
-        let mut places: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
-        for guest in &self.guests {
-            let hosts = places.entry(guest.name.clone()).or_default();
-            hosts.extend(guest.host.clone());
-            if self.has_pretender {
-                hosts.insert(PRETENDER.to_owned());
-            }
-        }
-        for (guest, hosts) in places {
-            self.network.register(&guest, hosts);
-        }
-        let drivers: Vec<u32> = self.leading().map(|driver| driver.id).collect();
-        for driver in drivers {
-            self.input(driver, Input::Look);
+            self.register_soon();
         }
     }
 
@@ -398,6 +384,9 @@ impl World {
         self.is_quiet = true;
         self.trace(|| "the faults end".to_owned());
         self.change_rights();
+        for host in std::mem::take(&mut self.registered.gone) {
+            self.host_returns(host);
+        }
         for index in 0..self.guests.len() {
             self.free_disk(index);
             if self.guests[index].host.is_none() {
@@ -413,7 +402,10 @@ impl World {
             }
         }
         // The drivers step, by the clocks as they are now.
-        self.register();
+        let drivers: Vec<u32> = self.leading().map(|driver| driver.id).collect();
+        for driver in drivers {
+            self.input(driver, Input::Look);
+        }
         self.notify_again();
         let stopped: Vec<u32> = self.drivers.keys().copied().collect();
         for id in stopped {

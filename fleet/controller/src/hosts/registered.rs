@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The hosts and guests of the registry, and the changes that rollouts react to.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, PoisonError};
+
+use tokio::sync::watch;
+
+use super::{Host, HostConfig, Hosts, NameTaken};
+use crate::store::registry::GuestRecord;
+
+/// The maximum number of changes of the registry that are kept.
+const MAX_CHANGES: usize = 4096;
+
+/// A host or guest of the registry that has changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Changed {
+    pub host: String,
+    /// `None` for the host itself.
+    pub guest: Option<String>,
+}
+
+/// The changes of the registry that a rollout has not reacted to yet.
+pub struct Following {
+    hosts: Hosts,
+    counter: watch::Receiver<u64>,
+    /// The value of the counter up to which the changes were taken.
+    seen: u64,
+}
+
+impl Following {
+    /// Begins with the changes after this call.
+    pub fn new(hosts: &Hosts) -> Self {
+        let mut counter = hosts.changes();
+        let seen = *counter.borrow_and_update();
+        Self {
+            seen,
+            hosts: hosts.clone(),
+            counter,
+        }
+    }
+
+    /// Waits for a change that no earlier call has returned for.
+    pub async fn changed(&mut self) {
+        if self.counter.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// Returns whether [`Following::changed`] returns at once.
+    pub fn has_changed(&self) -> bool {
+        self.counter.has_changed().unwrap_or(false)
+    }
+
+    /// Returns the changes since the last call; `None` if they are not kept any more.
+    pub fn take(&mut self) -> Option<Vec<Changed>> {
+        let since = std::mem::replace(&mut self.seen, *self.counter.borrow_and_update());
+        self.hosts.changed_since(since)
+    }
+}
+
+impl Hosts {
+    /// Returns a counter that advances with every change of the registry.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
+    }
+
+    /// Returns the changes since the counter had this value; `None` if they are not kept any more.
+    fn changed_since(&self, count: u64) -> Option<Vec<Changed>> {
+        let latest = self.latest.read().unwrap_or_else(PoisonError::into_inner);
+        let new = usize::try_from(self.changes.borrow().saturating_sub(count)).ok()?;
+        let skipped = latest.len().checked_sub(new)?;
+        Some(latest.iter().skip(skipped).cloned().collect())
+    }
+
+    fn changed(&self, host: &str, guest: Option<&str>) {
+        let mut latest = self.latest.write().unwrap_or_else(PoisonError::into_inner);
+        latest.push_back(Changed {
+            host: host.to_owned(),
+            guest: guest.map(str::to_owned),
+        });
+        if latest.len() > MAX_CHANGES {
+            latest.pop_front();
+        }
+        self.changes.send_modify(|count| *count += 1);
+    }
+
+    /// Adds a host of the registry. A host of the configuration with the same name is not replaced.
+    ///
+    /// # Errors
+    /// [`NameTaken`].
+    pub fn register(&self, config: HostConfig) -> Result<(), NameTaken> {
+        let mut by_name = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
+        match by_name.get(&config.name) {
+            Some(known) if !known.registered => return Err(NameTaken(config.name)),
+            // The connection is kept, because the host may only have been restarted.
+            Some(known) if known.config == config => {}
+            _ => {
+                let name = config.name.clone();
+                by_name.insert(name, Arc::new(Host::new(config.clone(), true)));
+            }
+        }
+        drop(by_name);
+        self.changed(&config.name, None);
+        Ok(())
+    }
+
+    /// Removes a host of the registry.
+    pub fn unregister(&self, name: &str) {
+        let mut by_name = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
+        if by_name.get(name).is_some_and(|host| host.registered) {
+            by_name.remove(name);
+        }
+    }
+
+    /// Removes all hosts of the registry except these.
+    pub fn retain_registered(&self, present: &BTreeSet<String>) {
+        let mut by_name = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
+        by_name.retain(|name, host| !host.registered || present.contains(name));
+        self.guests
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clear();
+    }
+
+    /// Records what the registry has of a guest; `None` if it no longer has the guest. The guest's
+    /// revision is no change, because it advances with each change of its keys.
+    pub fn set_guest(&self, host: &str, guest: &str, record: Option<GuestRecord>) {
+        let mut guests = self.guests.write().unwrap_or_else(PoisonError::into_inner);
+        let hosts = guests.entry(guest.to_owned()).or_default();
+        let record = record.map(|record| GuestRecord {
+            revision: 0,
+            ..record
+        });
+        let before = match record.clone() {
+            Some(record) => hosts.insert(host.to_owned(), record),
+            None => hosts.remove(host),
+        };
+        if hosts.is_empty() {
+            guests.remove(guest);
+        }
+        drop(guests);
+        if before != record {
+            self.changed(host, Some(guest));
+        }
+    }
+
+    /// Returns the other hosts that have a guest of this name, according to the registry. There is
+    /// none while the registry has the guest on this host.
+    pub fn elsewhere(&self, host: &str, guest: &str) -> Vec<String> {
+        let guests = self.guests.read().unwrap_or_else(PoisonError::into_inner);
+        match guests.get(guest) {
+            Some(hosts) if !hosts.contains_key(host) => hosts.keys().cloned().collect(),
+            _ => vec![],
+        }
+    }
+}

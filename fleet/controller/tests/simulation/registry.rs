@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The registry, in which hosts write where the guests are. Terms list and follow it by
+//! production's code, and each driver is told what has changed.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use patchbay_fleet::inventory::{self, Reach};
+use patchbay_fleet::rollout::{Action, Millis, State, Step};
+use patchbay_fleet::runner::LOOK_INTERVAL;
+use patchbay_fleet::store::registry::{GuestRecord, HostRecord, PREFIX};
+use patchbay_fleet::store::{Change, Entry, Store, Transaction};
+
+use super::driver::{Driver, Input};
+use super::faults::HOSTS;
+use super::liar::PRETENDER;
+use super::network::Network;
+use super::world::{Event, World};
+
+/// The machine of all hosts and controllers.
+const MACHINE: &str = "m";
+
+fn reach() -> Reach {
+    Reach {
+        machine: MACHINE.to_owned(),
+        tls: None,
+    }
+}
+
+/// The records that the hosts have written, by their keys.
+#[derive(Default)]
+pub struct Registered {
+    records: BTreeMap<String, Record>,
+    /// The hosts whose `patchbayd` has ended.
+    pub gone: BTreeSet<&'static str>,
+}
+
+#[derive(Clone, PartialEq, Eq)]
+enum Record {
+    Host(HostRecord),
+    Guest(GuestRecord),
+}
+
+impl Record {
+    fn value(&self) -> Vec<u8> {
+        let value = match self {
+            Self::Host(record) => serde_json::to_vec(record),
+            Self::Guest(record) => serde_json::to_vec(record),
+        };
+        value.expect("JSON")
+    }
+
+    /// Returns the boot that a guest has according to its host.
+    fn boot(&self) -> Option<&str> {
+        match self {
+            Self::Host(_) => None,
+            Self::Guest(record) => Some(&record.incarnation),
+        }
+    }
+}
+
+/// The changes of which a driver was not told yet.
+#[derive(Default)]
+pub struct Told {
+    /// The guests that have changed.
+    guests: BTreeSet<String>,
+    /// The time of the latest look.
+    looked: Millis,
+    /// There will be another look.
+    is_due: bool,
+}
+
+impl Told {
+    /// Begins a look at this time, and returns the guests that have changed since the last one.
+    pub fn take(&mut self, now: Millis) -> BTreeSet<String> {
+        (self.looked, self.is_due) = (now, false);
+        std::mem::take(&mut self.guests)
+    }
+}
+
+impl World {
+    /// Returns the records that the hosts would write now.
+    fn present(&self) -> BTreeMap<String, Record> {
+        let hosts = HOSTS.into_iter();
+        let hosts = hosts.filter(|host| !self.registered.gone.contains(host));
+        let pretender = self.has_pretender.then_some(PRETENDER);
+        let mut records = BTreeMap::new();
+        for host in hosts.chain(pretender) {
+            let record = HostRecord {
+                machine: MACHINE.to_owned(),
+                socket: format!("/nowhere/{host}"),
+                address: None,
+                labels: BTreeMap::new(),
+                lease: 1,
+            };
+            records.insert(format!("{PREFIX}{host}/host"), Record::Host(record));
+            for guest in &self.guests {
+                let is_here = guest.host.as_deref() == Some(host) && guest.is_served();
+                if !is_here && host != PRETENDER {
+                    continue;
+                }
+                let record = GuestRecord {
+                    incarnation: guest.boots.to_string(),
+                    registered: true,
+                    // It advances often, and rollouts do not react to it.
+                    revision: guest.vm.pauses(),
+                    ..GuestRecord::default()
+                };
+                let key = format!("{PREFIX}{host}/guests/{}", guest.name);
+                records.insert(key, Record::Guest(record));
+            }
+        }
+        records
+    }
+
+    /// Lets the hosts write what has changed, after some time.
+    pub fn register_soon(&mut self) {
+        let wait = match self.is_quiet {
+            true => 1,
+            false => self.rng.u64(1..20_000),
+        };
+        self.schedule(wait, Event::Register);
+    }
+
+    /// Lets the hosts write what has changed, and the terms follow.
+    pub fn register(&mut self) {
+        let present = self.present();
+        let before = std::mem::replace(&mut self.registered.records, present.clone());
+        let keys: BTreeSet<&String> = before.keys().chain(present.keys()).collect();
+        let (mut transaction, mut changes) = (Transaction::new(), Vec::new());
+        let mut guests = BTreeSet::new();
+        for key in keys {
+            let (old, new) = (before.get(key), present.get(key));
+            if old == new {
+                continue;
+            }
+            if old.and_then(Record::boot) != new.and_then(Record::boot)
+                && let Some((_, guest)) = key.split_once("/guests/")
+            {
+                guests.insert(guest.to_owned());
+            }
+            let key = key.clone();
+            transaction = match new {
+                Some(record) => transaction.put(key.clone(), record.value()),
+                None => transaction.delete(key.clone()),
+            };
+            changes.push(match new {
+                Some(record) => Change::Put(Entry {
+                    key,
+                    value: record.value(),
+                    created: 0,
+                    modified: 0,
+                }),
+                None => Change::Deleted { key, revision: 0 },
+            });
+        }
+        if changes.is_empty() {
+            return;
+        }
+        self.trace(|| {
+            let keys: Vec<&str> = changes.iter().map(Change::key).collect();
+            format!("the registry has changed: {keys:?}")
+        });
+        let written = self.runtime.block_on(self.store.commit(transaction));
+        written.expect("the store is reached");
+        {
+            let _connections = self.runtime.enter();
+            for term in self.terms.values() {
+                let hosts = &term.network.hosts;
+                let each = |change| inventory::apply(hosts, &reach(), change);
+                changes.iter().for_each(each);
+            }
+        }
+        self.tell(&guests);
+    }
+
+    /// Lets a term list the registry.
+    pub fn list_registry(&self, network: &Network) {
+        let reach = reach();
+        let listed = inventory::list(self.store.as_ref(), &network.hosts, &reach);
+        self.runtime.block_on(listed).expect("the store is reached");
+    }
+
+    /// Tells the drivers that these guests have changed, as `Running::run` does: at most once in
+    /// some seconds.
+    fn tell(&mut self, guests: &BTreeSet<String>) {
+        let interval = Millis::try_from(LOOK_INTERVAL.as_millis()).expect("short");
+        let mut looks = Vec::new();
+        for (id, driver) in &mut self.drivers {
+            driver.told.guests.extend(guests.iter().cloned());
+            let has_news = !guests.is_empty() || driver.following.has_changed();
+            if has_news && !std::mem::replace(&mut driver.told.is_due, true) {
+                looks.push((*id, driver.told.looked + interval));
+            }
+        }
+        for (id, at) in looks {
+            self.schedule_at(at, Event::Input(id, Input::Look));
+        }
+    }
+
+    /// Checks the step of a driver that was told that these guests have changed: it calls them at
+    /// once. Otherwise it would find the change minutes later, which no other check shows. `now` is
+    /// the time of the step by the driver's clock.
+    pub fn check_look(&self, driver: &Driver, guests: &BTreeSet<String>, step: &Step, now: Millis) {
+        // Claims that have ended by themselves are released in the next step, which follows at
+        // once.
+        if step.wake_at.is_some_and(|at| at <= now) {
+            return;
+        }
+        let actions = &step.actions;
+        let rollout = &driver.rollout;
+        let header = rollout.header();
+        for (index, member) in rollout.members().iter().enumerate() {
+            if !guests.contains(&member.guest) {
+                continue;
+            }
+            // A guest that boots after each change has to wait.
+            let mut same = self.guests.iter().enumerate();
+            let waits = same.any(|(number, guest)| {
+                guest.name == member.guest && (guest.boots > 1 || self.liar == Some(number))
+            });
+            let is_meant = match member.state {
+                State::AsWanted { .. } => header.phase.has_desired_state(),
+                State::Claiming { .. } | State::Releasing { .. } => !waits,
+                _ => false,
+            };
+            let generation = member.generation;
+            let is_call = |action: &Action| match action {
+                Action::Claim { member, .. }
+                | Action::Release { member, .. }
+                | Action::Check { member, .. } => *member == index,
+                _ => false,
+            };
+            let is_called = driver.calls.contains_key(&(index, generation));
+            assert!(
+                !is_meant || is_called || actions.iter().any(is_call),
+                "{} has changed in the registry, and driver {} of {} does not call member {index}, \
+                 which is {:?}",
+                member.guest,
+                driver.id,
+                header.name,
+                member.state
+            );
+        }
+    }
+}
