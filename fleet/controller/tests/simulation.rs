@@ -5,6 +5,7 @@
 //! `cargo xtask simulate` makes more runs, and the run of one seed with its events.
 
 mod simulation {
+    mod copies;
     mod driver;
     mod faults;
     mod guest;
@@ -12,12 +13,15 @@ mod simulation {
     mod liar;
     mod network;
     mod oracle;
+    mod owners;
     mod people;
+    mod reasons;
     mod records;
     mod registry;
     mod rights;
     pub mod run;
     mod store;
+    mod terms;
     mod waves;
     pub mod world;
 }

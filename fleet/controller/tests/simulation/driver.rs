@@ -15,12 +15,13 @@ use patchbay_fleet::rollout::{Action, GateAnswer, Health, Millis, NotLegal, Roll
 use patchbay_fleet::runner::guests::{Answered, Outcome, check, claim, release};
 use patchbay_fleet::runner::{Command, wait};
 use patchbay_fleet::spec::Spec;
-use patchbay_fleet::storage::{self, RecordKeys};
-use patchbay_fleet::store::{Fence, StoreError, Write, commit_all};
+use patchbay_fleet::storage;
+use patchbay_fleet::store::{StoreError, Write, commit_all};
 
-use super::network::Network;
+use super::reasons::{self, Fact};
 use super::registry::Told;
 use super::store::Fault;
+use super::terms::Term;
 use super::waves::{Answer, Asked, check_jump};
 use super::world::{Event, World};
 
@@ -56,35 +57,22 @@ pub enum Stage {
     },
 }
 
-/// The time in which one replica leads. Its drivers are killed and stopped together.
-pub struct Term {
-    fence: Fence,
-    /// The difference between the replica's wall clock and the right time.
-    pub clock: i64,
-    /// The keys by which the replica signs and verifies records.
-    keys: RecordKeys,
-    /// Its end of the network, with the hosts that it has found in the registry.
-    pub network: Network,
-    /// Its keys verify no record, so it runs no rollout.
-    is_blind: bool,
-    /// The time until which it does nothing.
-    pub stopped_until: Millis,
-    /// The time at which it notices that it no longer leads.
-    ends_at: Option<Millis>,
-}
-
 pub struct Driver {
     pub id: u32,
     pub term: u32,
     pub rollout: Rollout,
     pub spec: Spec,
     asks: Arc<Asks>,
-    stage: Stage,
+    pub stage: Stage,
     pub inbox: VecDeque<Input>,
     tasks: Vec<Task>,
     /// The members and generations of calls whose outcomes are not reported yet, and the number of
     /// these calls.
     pub calls: BTreeMap<(usize, u64), usize>,
+    /// The answers of guests to claims, by guest and generation, whose outcomes are not reported.
+    pub answers: BTreeMap<(String, u64), reasons::Told>,
+    /// The facts that the latest step has used.
+    pub facts: Vec<Fact>,
     /// The changes of the registry as production's code tells them.
     pub following: Following,
     /// The same changes as the world knows them.
@@ -106,6 +94,8 @@ impl Driver {
         Self {
             clock: of.clock,
             calls: BTreeMap::new(),
+            answers: BTreeMap::new(),
+            facts: Vec::new(),
             following: Following::new(&of.network.hosts),
             told: Told::default(),
             saved_entries: rollout.header().entries,
@@ -149,6 +139,7 @@ impl Driver {
 
     /// Reports an outcome with the time at which it was known, as `Running::report` does.
     fn report(&mut self, outcome: Outcome, at: Millis) {
+        self.note(&outcome);
         if let Some(call) = call_of(&outcome)
             && let Some(count) = self.calls.get_mut(&call)
         {
@@ -165,6 +156,7 @@ impl Driver {
     /// changed in the registry, if they are among the inputs.
     fn take_inputs(&mut self, right: Millis) -> BTreeSet<String> {
         let now = right.saturating_add_signed(self.clock);
+        self.facts.clear();
         let Some(first) = self.inbox.pop_front() else {
             return BTreeSet::new();
         };
@@ -254,81 +246,6 @@ impl World {
         self.drivers.insert(id, driver);
     }
 
-    /// Ends all drivers of a term. Nobody reads the answers to their calls.
-    fn end_term(&mut self, term: u32) {
-        self.drivers.retain(|_, driver| driver.term != term);
-        self.terms.remove(&term);
-        self.leader = self.leader.filter(|leader| *leader != term);
-    }
-
-    /// Kills, stops or deposes the driver's term at random. Returns whether it is killed.
-    fn is_hit(&mut self, driver: &Driver) -> bool {
-        let term = driver.term;
-        if Some(term) != self.leader {
-            return false;
-        }
-        let stage = match driver.stage {
-            Stage::Idle => "before a step",
-            Stage::Stepped { .. } => "between step and save",
-            Stage::Saving { .. } => "while it saves",
-            Stage::Sending { .. } => "between save and send",
-        };
-        if self.strikes("controller killed", self.rates.kill_driver) {
-            self.trace(|| format!("term {term} is killed {stage}"));
-            self.end_term(term);
-            let wait = self.rng.u64(1_000..15_000);
-            self.schedule(wait, Event::Elect);
-            return true;
-        }
-        if self.strikes("controller stopped", self.rates.stop_driver) {
-            let most = if self.rng.bool() { 60_000 } else { 1_500_000 };
-            let time = self.rng.u64(5_000..most);
-            self.trace(|| format!("term {term} is stopped for {time} ms {stage}"));
-            let until = self.now + time;
-            self.terms
-                .entry(term)
-                .and_modify(|term| term.stopped_until = until);
-            let lease = self.rng.u64(10_000..20_000);
-            if time > lease {
-                self.schedule(lease, Event::Elect);
-            }
-        } else if self.strikes("lease lost", self.rates.lease) {
-            self.trace(|| format!("term {term} has lost its lease {stage}"));
-            self.depose();
-            self.schedule(0, Event::Elect);
-        }
-        false
-    }
-
-    /// Lets the leader continue for some time although another replica may lead.
-    fn depose(&mut self) {
-        let Some(former) = self.leader.take() else {
-            return;
-        };
-        let wait = self.rng.u64(0..30_000);
-        let term = self.terms.get_mut(&former).expect("it leads");
-        let ends_at = self.now.max(term.stopped_until) + wait;
-        term.ends_at = Some(ends_at);
-        let drivers: Vec<u32> = self.drivers_of(former).map(|driver| driver.id).collect();
-        for id in drivers {
-            self.schedule_at(ends_at, Event::Drive(id));
-        }
-    }
-
-    /// Returns the drivers of a term.
-    pub fn drivers_of(&self, term: u32) -> impl Iterator<Item = &Driver> {
-        self.drivers
-            .values()
-            .filter(move |driver| driver.term == term)
-    }
-
-    /// Returns the leader's drivers, one per rollout.
-    pub fn leading(&self) -> impl Iterator<Item = &Driver> {
-        self.leader
-            .into_iter()
-            .flat_map(|term| self.drivers_of(term))
-    }
-
     /// Makes the next part of the loop. Returns false if the driver ends.
     fn proceed(&mut self, driver: &mut Driver) -> bool {
         driver.follow(self.terms[&driver.term].clock);
@@ -336,6 +253,7 @@ impl World {
         driver.stage = match std::mem::replace(&mut driver.stage, Stage::Idle) {
             Stage::Idle => {
                 let changed = driver.take_inputs(self.now);
+                self.learn(driver);
                 let step = driver.rollout.step(now);
                 self.check_look(driver, &changed, &step, now);
                 // A wait is measured by the monotonic clock.
@@ -511,7 +429,8 @@ impl World {
                     }
                     false => (Answer::Passed, GateAnswer::Passed),
                 };
-                self.asked(driver, wave, gate, known);
+                let at = asked.saturating_add_signed(-driver.clock);
+                self.asked(driver, (wave, gate), at, known);
                 let outcome = Outcome::Gate {
                     wave,
                     gate,
@@ -530,59 +449,6 @@ impl World {
         self.schedule(wait, Event::Input(driver, input));
     }
 
-    /// Makes another replica the leader, which loads the rollouts from the store.
-    pub fn elect(&mut self) {
-        if let Some(former) = self.leader {
-            if self.terms[&former].stopped_until <= self.now {
-                return;
-            }
-            self.count("controller deposed while stopped");
-            self.depose();
-        }
-        let fence = self.new_fence();
-        let term = self.terms_made;
-        self.terms_made += 1;
-        let is_blind = self.keys.is_signing() && self.strikes("other record key", self.rates.key);
-        let keys = match is_blind {
-            true => self.keys.other(),
-            false => self.keys.right(),
-        };
-        let clock = self.draw_clock();
-        let network = self.network.of_another_term();
-        self.list_registry(&network);
-        self.terms.insert(
-            term,
-            Term {
-                network,
-                fence: fence.clone(),
-                clock,
-                keys,
-                is_blind,
-                stopped_until: 0,
-                ends_at: None,
-            },
-        );
-        self.leader = Some(term);
-        self.trace(|| format!("term {term} leads"));
-        if is_blind {
-            self.check_blind();
-            let wait = self.rng.u64(1_000..60_000);
-            self.schedule(wait, Event::Resign(term));
-            return;
-        }
-        let loaded = self.load_all();
-        // A rollout of which one record is signed by the former key may have others by the new one.
-        let signed = commit_all(self.store.as_ref(), &fence, &loaded.signed_again);
-        self.runtime.block_on(signed).expect("it leads");
-        self.keys.are_signed();
-        self.notify_soon(term);
-        for (rollout, spec) in loaded.rollouts {
-            // A driver may have been killed after the store took its change, and before it knew.
-            self.oracle.loaded(&rollout);
-            self.start_driver(term, rollout, spec);
-        }
-    }
-
     /// Lets a term run a rollout.
     pub fn start_driver(&mut self, term: u32, rollout: Rollout, spec: Spec) {
         let id = self.drivers_made;
@@ -597,27 +463,5 @@ impl World {
         let driver = Driver::new(id, term, &self.terms[&term], rollout, spec);
         self.drivers.insert(id, driver);
         self.schedule(0, Event::Drive(id));
-    }
-
-    /// Returns the leader's fence and record keys, if there is one that is not stopped and can
-    /// read the rollouts.
-    pub fn leader_fence(&self) -> Option<(u32, Fence, RecordKeys)> {
-        let id = self.leader?;
-        let term = &self.terms[&id];
-        let plans = term.stopped_until <= self.now && !term.is_blind;
-        plans.then(|| (id, term.fence.clone(), term.keys.clone()))
-    }
-
-    /// Ends the term of a replica that runs no rollout, and elects another.
-    pub fn resign(&mut self, term: u32) {
-        if self.leader == Some(term) {
-            self.end_term(term);
-            self.elect();
-        }
-    }
-
-    /// Returns whether the leader runs no rollout.
-    pub fn is_blind(&self) -> bool {
-        self.leader.is_some_and(|term| self.terms[&term].is_blind)
     }
 }

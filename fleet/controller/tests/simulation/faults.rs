@@ -7,7 +7,8 @@ use fastrand::Rng;
 use patchbay_fleet::clock::TOLERANCE;
 use patchbay_fleet::rollout::{Millis, Want};
 
-use super::guest::{EARLY, KEYS, Kind, LATE};
+use super::guest::{KEYS, Kind};
+use super::owners::{EARLY, LATE};
 use super::world::{Event, World};
 
 /// Chances in a thousand. A run has only some kinds of faults, so that each kind is also tried
@@ -75,9 +76,11 @@ pub enum WorldFault {
     LoseLedger,
     /// The `patchbayd` of a host ends for some time.
     EndDaemon,
+    /// A copy of a guest is started from a snapshot.
+    Copy,
 }
 
-pub const WORLD_FAULTS: [WorldFault; 11] = [
+pub const WORLD_FAULTS: [WorldFault; 12] = [
     WorldFault::Reboot,
     WorldFault::KillService,
     WorldFault::Change,
@@ -89,6 +92,7 @@ pub const WORLD_FAULTS: [WorldFault; 11] = [
     WorldFault::Kernel,
     WorldFault::LoseLedger,
     WorldFault::EndDaemon,
+    WorldFault::Copy,
 ];
 
 /// The longest jump of a clock, in milliseconds: three hours, so that a wait which the clock made
@@ -101,8 +105,12 @@ impl World {
         if self.is_quiet {
             return;
         }
-        let index = self.rng.usize(0..self.guests.len());
+        // Nothing happens to copies.
+        let guests = self.guests.iter().filter(|guest| guest.snapshot.is_none());
+        let guests = guests.count();
+        let index = self.rng.usize(0..guests);
         match fault {
+            WorldFault::Copy => self.start_copy(index),
             WorldFault::Reboot => {
                 let kinds = self.guests[index].kinds.clone();
                 self.reboot(index, kinds);
@@ -243,6 +251,7 @@ impl World {
         guest.stop();
         guest.host = None;
         guest.home.clone_from(&host);
+        guest.homes.insert(host.clone());
         let wait = self.rng.u64(1..20_000);
         self.schedule(wait, Event::Arrive(index, host));
         self.register_soon();

@@ -7,25 +7,24 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use patchbay_fleet::clock::timestamp;
 use patchbay_fleet::rollout::{Millis, Want};
 use patchbay_guest::guest::Guest as _;
 use patchbay_guest::memory::GuestRam;
 use patchbay_guest::requests::GuestRequests;
-use patchbay_guest::testing::{InMemoryGuest, TestKey};
+use patchbay_guest::testing::{InMemoryGuest, TestKey, Told};
 use patchbay_proto::v1;
-use patchbay_service::keys::claims::LedgerFile;
+use patchbay_service::keys::claims::{CopiedHolds, LedgerFile, Mark};
 use patchbay_service::keys::{KernelTables, Keys, KeysConfig, Registry};
 use patchbay_service::testing::{ManualClock, found, list_claims, set_claims};
 use tokio::runtime::Runtime;
 use tonic::{Request, Status};
 
+use super::copies::Snapshot;
+
 /// The keys of every guest.
 pub const KEYS: [&str; 3] = ["alpha", "beta", "gamma"];
 /// The principal of the controllers' calls.
 pub const CONTROLLER: &str = "controller";
-/// The principal of the other owners.
-const OTHER: &str = "uid:7";
 
 /// The kernel's requests are not served, because services find the kernel.
 struct Unserved;
@@ -83,8 +82,16 @@ pub struct Guest {
     pub host: Option<String>,
     /// The host that has it, or will.
     pub home: String,
-    /// Another guest of the same name as one of the rollout's.
+    /// All hosts that have had it, or will.
+    pub homes: BTreeSet<String>,
+    /// Another guest of the same name as one of the rollout's, or a copy. No rollout selects it.
     pub is_namesake: bool,
+    /// The state from which a copy was started; `None` for a guest that has booted.
+    pub snapshot: Option<Snapshot>,
+    /// The holds and claims of a copy that is about to start.
+    pub copied: Option<CopiedHolds>,
+    /// A watchdog marks the fate of a change in which the service is killed.
+    pub has_watchdog: bool,
     pub vm: Arc<InMemoryGuest>,
     /// The keys that are not plain in the kernel that runs.
     pub kinds: BTreeMap<&'static str, Kind>,
@@ -115,7 +122,9 @@ pub struct Guest {
     pub repeats: BTreeSet<String>,
     /// The number of boots and of ledgers lost. The service remembers nothing of an earlier one.
     pub epoch: u32,
-    generation: u64,
+    /// The latest generation of the other owners' claims.
+    pub generation: u64,
+    number: u64,
     tables: KernelTables,
     service: Option<Service>,
     clock: Arc<ManualClock>,
@@ -157,6 +166,36 @@ impl Guest {
         let vm = InMemoryGuest::named(Arc::new(Unserved), name);
         vm.set_boot(number << 16);
         vm.run(&keys(&original, &BTreeMap::new()));
+        let mut guest = Self::off(name, host, number, vm, original, folder);
+        guest.start(0);
+        guest
+    }
+
+    /// Returns a guest with the kernel of this one in the same boot. No service runs.
+    pub fn twin(&self, name: &str, host: &str, number: u64) -> Self {
+        let vm = InMemoryGuest::named(Arc::new(Unserved), name);
+        // The boot advances when the kernel registers.
+        vm.set_boot((self.number << 16) + u64::from(self.boots) - 1);
+        vm.run(&keys(&self.original, &self.kinds));
+        let path = locked(&self.copies).path.clone();
+        let folder = path.parent().expect("it lies in a folder");
+        let mut twin = Self::off(name, host, number, vm, self.original.clone(), folder);
+        twin.is_namesake = true;
+        twin.kinds = self.kinds.clone();
+        (twin.boots, twin.claimed_in) = (self.boots, self.boots);
+        twin.allows_guarded = self.allows_guarded;
+        twin.speed = self.speed;
+        twin
+    }
+
+    fn off(
+        name: &str,
+        host: &str,
+        number: u64,
+        vm: Arc<InMemoryGuest>,
+        original: BTreeMap<&'static str, i32>,
+        folder: &Path,
+    ) -> Self {
         let copies = Arc::new(Mutex::new(Copies {
             path: folder.join(format!("{number}.ledger")),
             ..Copies::default()
@@ -166,8 +205,13 @@ impl Guest {
         let at = Arc::clone(&copies);
         vm.on_resume(move || locked(&at).copy(|copies| &mut copies.at_resume));
         let _ = std::fs::remove_file(&locked(&copies).path);
-        let mut guest = Self {
+        Self {
             name: name.to_owned(),
+            number,
+            homes: BTreeSet::from([host.to_owned()]),
+            snapshot: None,
+            copied: None,
+            has_watchdog: false,
             host: Some(host.to_owned()),
             home: host.to_owned(),
             is_namesake: false,
@@ -193,9 +237,12 @@ impl Guest {
             shown: 0,
             is_settled: false,
             copies,
-        };
-        guest.start(0);
-        guest
+        }
+    }
+
+    /// Returns the service, if it runs.
+    pub fn service(&self) -> Option<&Keys> {
+        self.service.as_ref().map(|service| &service.keys)
     }
 
     /// Starts the service, which adopts the ledger of the one before it.
@@ -219,7 +266,10 @@ impl Guest {
             .expect("taken");
         let ledger = LedgerFile::open(&locked(&self.copies).path, "monitor").expect("opens");
         let config = KeysConfig {
-            ledger: Some(ledger),
+            // The service of a copy lives as long as the copy.
+            ledger: Some(ledger).filter(|_| self.snapshot.is_none()),
+            is_copy: self.snapshot.is_some(),
+            copied: self.copied.take(),
             clock: Arc::<ManualClock>::clone(&self.clock),
             allow_guarded: self.allows_guarded,
             ..KeysConfig::default()
@@ -385,6 +435,7 @@ impl Guest {
             copies.is_armed = kill != Kill::Never;
             (copies.at_pause, copies.at_resume) = (None, None);
         }
+        self.vm.told();
         let mut request = Request::new(request);
         if in_no_time {
             let time = "0n".parse().expect("a value");
@@ -411,6 +462,9 @@ impl Guest {
                     self.vm.set_count(key, count);
                 }
             }
+            if self.has_watchdog {
+                mark(&self.vm.told(), kill == Kill::AfterChange, &copies.path);
+            }
         }
         Err(Status::unavailable("the connection ended"))
     }
@@ -430,85 +484,7 @@ impl Guest {
         };
         runtime.block_on(list_claims(&service.keys, request))
     }
-
-    /// Replaces the claims of another owner, and remembers those that are made. Returns false if
-    /// nothing was changed because the disk of the ledger is full.
-    pub fn claim_as(
-        &mut self,
-        runtime: &Runtime,
-        now: Millis,
-        owner: &'static str,
-        wants: &BTreeMap<&'static str, Want>,
-    ) -> bool {
-        self.generation += 1;
-        let claims = wants.iter().map(|(key, want)| v1::KeyClaim {
-            key: (*key).to_owned(),
-            want: want.to_proto().into(),
-            ..v1::KeyClaim::default()
-        });
-        let request = v1::SetClaimsRequest {
-            owner: owner.to_owned(),
-            generation: self.generation,
-            claims: claims.collect(),
-            // The late claims have the time at which they are made.
-            made_at: (owner == EARLY).then(|| timestamp(CREATED - 1)),
-            ..v1::SetClaimsRequest::default()
-        };
-        let answer = self.set_claims(runtime, now, OTHER, request, false, Kill::Never);
-        let results = match answer {
-            Ok(answer) => answer.results,
-            Err(_) if self.is_full => return false,
-            Err(status) => panic!("guest {} refuses {owner}: {status}", self.name),
-        };
-        let is_made = |key: &str| {
-            let result = results.iter().find(|result| result.key == key);
-            let state = result.map(v1::ClaimResult::state);
-            state.is_some_and(|state| {
-                !matches!(state, v1::ClaimState::Refused | v1::ClaimState::Missing)
-            })
-        };
-        let made = wants.iter().filter(|(key, _)| is_made(key));
-        let made = made.map(|(key, want)| (*key, *want)).collect();
-        self.others.insert(owner, made);
-        true
-    }
-
-    /// Returns the count that a key has if rollouts claim this of it, oldest first.
-    pub fn expected(&self, key: &'static str, claimed: &[Want]) -> i32 {
-        let other = |owner: &str| {
-            let wants = self.others.get(owner)?;
-            wants.get(key).copied()
-        };
-        let mut stack = Vec::from_iter(other(EARLY));
-        stack.extend(claimed);
-        stack.extend(other(LATE));
-        let original = self.original[key];
-        // The guest's own references are not taken away without consent.
-        let decides = |want: &&Want| match want {
-            Want::On => true,
-            Want::Off => original == 0,
-            Want::Held => false,
-        };
-        let base = match stack.iter().rfind(decides) {
-            Some(Want::Off) => 0,
-            Some(_) => original.max(1),
-            None => original,
-        };
-        let holder = other(HOLDER);
-        let held = stack.iter().chain(&holder);
-        let held = held.filter(|want| **want == Want::Held);
-        base + i32::try_from(held.count()).expect("few")
-    }
 }
-
-/// The owner of claims that are older than those of rollouts.
-pub const EARLY: &str = "person/early";
-/// The time at which the first rollout was planned, which orders its claims after the early ones.
-pub const CREATED: Millis = 1000;
-/// The owner of ON and OFF claims that are newer than those of rollouts.
-pub const LATE: &str = "person/late";
-/// The owner of HELD claims.
-pub const HOLDER: &str = "person/holder";
 
 impl Copies {
     fn copy(&mut self, to: fn(&mut Self) -> &mut Option<Vec<u8>>) {
@@ -522,6 +498,19 @@ impl Copies {
 impl Drop for Guest {
     fn drop(&mut self) {
         self.stop();
+    }
+}
+
+/// Marks the fate of the change that the service has announced last, as an attacher's watchdog does.
+fn mark(told: &[Told], made: bool, ledger: &Path) {
+    let announced = told.iter().rev().find_map(|told| match told {
+        Told::WillWrite(ledger) => *ledger,
+        Told::WillWriteRunning(ledger) => Some(*ledger),
+        _ => None,
+    });
+    if let Some(digest) = announced {
+        let mark = Mark::new(&digest, made, Vec::new());
+        mark.write(ledger).expect("room");
     }
 }
 

@@ -9,7 +9,9 @@ use patchbay_fleet::runner::Command;
 use patchbay_proto::v1;
 
 use super::driver::Driver;
-use super::guest::{EARLY, KEYS, Kill, Kind};
+use super::guest::{KEYS, Kill, Kind};
+use super::owners::EARLY;
+use super::reasons::Reasons;
 use super::waves::Course;
 use super::world::World;
 
@@ -24,6 +26,7 @@ pub struct Known {
     is_reverted: bool,
     forgotten: BTreeSet<usize>,
     pub course: Course,
+    pub reasons: Reasons,
     /// The members whose guests have told that they have no record of the claims.
     unrecorded: BTreeSet<usize>,
 }
@@ -69,6 +72,7 @@ impl Oracle {
         let known = self.of(rollout);
         known.generations = generations.collect();
         known.course.loaded(rollout);
+        known.reasons.saved(rollout);
     }
 }
 
@@ -152,6 +156,7 @@ impl World {
         known.generations = members.iter().map(|member| member.generation).collect();
         let reverts = matches!(phase, Phase::Reverting(_) | Phase::Ended(_));
         assert!(reverts || !known.is_reverted, "{phase:?} after an undo");
+        self.check_reasons(driver, right);
         self.check_waves(driver, right);
     }
 
@@ -302,6 +307,10 @@ impl World {
         for (index, page) in pages.iter().enumerate() {
             let claims = &page.claims;
             if self.liar == Some(index) {
+                continue;
+            }
+            if self.guests[index].snapshot.is_some() {
+                self.guests[index].check_copy(page);
                 continue;
             }
             for key in KEYS {

@@ -5,7 +5,7 @@ use patchbay_fleet::rollout::{Member, Phase, State, Verb};
 use patchbay_fleet::runner::Command;
 
 use super::driver::{Driver, Input};
-use super::guest::{HOLDER, LATE};
+use super::owners::{HOLDER, LATE};
 use super::rights::PEOPLE;
 use super::world::{Event, World};
 

@@ -16,7 +16,8 @@ use patchbay_fleet::store::commit_all;
 
 use super::driver::Driver;
 use super::faults::{HOSTS, WINDOW, WORLD_FAULTS, WorldFault};
-use super::guest::{CREATED, Guest, KEYS};
+use super::guest::{Guest, KEYS};
+use super::owners::CREATED;
 use super::people::Deed;
 use super::world::{Event, World};
 
@@ -121,6 +122,7 @@ impl World {
         let number = self.guests.len() as u64 + 1;
         let original = KEYS.map(|key| (key, i32::from(self.rng.u32(0..4) == 0)));
         let mut guest = Guest::boot(name, host, number, original.into(), folder);
+        guest.has_watchdog = self.rng.bool();
         guest.speed = [1, 2, 2, 2, 4][self.rng.usize(0..5)];
         for key in KEYS {
             let want = match self.rng.u32(0..6) {
@@ -216,10 +218,14 @@ impl World {
     fn draw_policy(&mut self) -> Policy {
         // A budget between them would make the run depend on the time of a pause.
         let budget_us = if self.rng.bool() { 0 } else { 60_000_000 };
+        let of = match self.rng.bool() {
+            true => ErrorsOf::Wave,
+            false => ErrorsOf::Rollout,
+        };
         let kinds = [
             WaveGateKind::Errors {
                 max_percent: 30,
-                of: ErrorsOf::Wave,
+                of,
             },
             WaveGateKind::PauseP99 { budget_us },
             WaveGateKind::Command {

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use patchbay_fleet::rollout::{
-    AfterReboot, Member, Millis, OnFailure, Phase, Rollout, Stage, State, Wave, WaveGate,
+    AfterReboot, ErrorsOf, Member, Millis, Phase, Policy, Rollout, Stage, State, Wave, WaveGate,
     WaveGateKind,
 };
 use patchbay_fleet::runner::Command;
@@ -18,7 +18,7 @@ use super::world::World;
 
 /// The largest difference between a wait by the replicas' clocks, none of which is set, and by the
 /// right time.
-const SLACK: Millis = 4_000;
+pub const SLACK: Millis = 4_000;
 
 /// The course of a rollout as far as it was saved.
 #[derive(Default)]
@@ -38,6 +38,8 @@ pub struct Asked {
     answer: Answer,
     /// The time since which every answer was inconclusive.
     unclear: Option<Millis>,
+    /// The time of the step that has asked for the first of these answers.
+    pub asked_since: Option<Millis>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -133,16 +135,7 @@ impl World {
         let Some((before, from)) = course.at.replace((phase, wave)) else {
             return;
         };
-        if matches!(phase, Phase::Reverting(_) | Phase::Ended(_)) {
-            let is_new = !matches!(before, Phase::Reverting(_) | Phase::Ended(_));
-            let by_person = is_told(|one| matches!(one, Command::Abort | Command::Undo));
-            let mut gates = header.policy.gates.iter();
-            let by_gate = gates.any(|gate| gate.on_failure == OnFailure::Abort)
-                && header.waves.get(wave).is_some_and(|wave| !wave.is_added);
-            assert!(
-                !is_new || by_person || by_gate,
-                "the rollout reverts in wave {wave}, and nothing asks for it"
-            );
+        if phase.reverts() {
             return;
         }
         // A guest that boots again during the bake time does not keep the next wave from beginning.
@@ -183,8 +176,14 @@ impl World {
         }
     }
 
-    /// Records the answer to a gate that is asked.
-    pub fn asked(&mut self, driver: &mut Driver, wave: usize, gate: usize, answer: Answer) {
+    /// Records the answer to a gate that a step at the right time `asked` has asked.
+    pub fn asked(
+        &mut self,
+        driver: &mut Driver,
+        (wave, gate): (usize, usize),
+        asked: Millis,
+        answer: Answer,
+    ) {
         let at = self.now;
         let patience = driver.rollout.header().policy.gates[gate].patience_ms;
         let before = driver.gates.get(&(wave, gate));
@@ -196,14 +195,16 @@ impl World {
                 "gate {gate} is inconclusive since {since}, and asked again"
             );
         }
-        let unclear = match answer {
-            Answer::Inconclusive => unclear.or(Some(at)),
-            _ => None,
+        let asked_since = before.and_then(|before| before.asked_since);
+        let (unclear, asked_since) = match answer {
+            Answer::Inconclusive => (unclear.or(Some(at)), asked_since.or(Some(asked))),
+            _ => (None, None),
         };
         let asked = Asked {
             at,
             answer,
             unclear,
+            asked_since,
         };
         driver.gates.insert((wave, gate), asked);
     }
@@ -251,28 +252,42 @@ pub fn millis(time: &prost_types::Duration) -> Millis {
     time.seconds.unsigned_abs() * 1_000 + u64::from(time.nanos.unsigned_abs()) / 1_000_000
 }
 
+/// Returns the number of these guests that the rollout wants changed.
+fn wanted(members: &[Member]) -> usize {
+    let wanted = members.iter();
+    let wanted = wanted.filter(|one| is_open(one) || is_made(one) || one.state.is_late());
+    wanted.count()
+}
+
+/// Returns the number of guests of a wave that must be as wanted.
+pub fn least(policy: &Policy, members: &[Member]) -> usize {
+    policy.min_success.min(wanted(members))
+}
+
 /// Checks that the gates of a wave whose bake time ends at this time let the next wave begin.
 fn check_gates(driver: &Driver, index: usize, wave: &Wave, end: Millis) {
     let (header, members) = (driver.rollout.header(), driver.rollout.members());
     let of = &members[wave.members()];
-    let wanted = |members: &[Member]| {
-        let wanted = members.iter();
-        let wanted = wanted.filter(|one| is_open(one) || is_made(one) || one.state.is_late());
-        wanted.count()
-    };
     let made = of.iter().filter(|one| is_made(one)).count();
-    let least = header.policy.min_success.min(wanted(of));
+    let least = least(&header.policy, of);
     assert!(
         made >= least,
         "wave {index} ends, and {made} of {least} guests are as wanted"
     );
     for (gate, WaveGate { kind, .. }) in header.policy.gates.iter().enumerate() {
         match kind {
-            WaveGateKind::Errors { max_percent, of: _ } => {
+            WaveGateKind::Errors {
+                max_percent,
+                of: whose,
+            } => {
+                let of = match whose {
+                    ErrorsOf::Wave => of,
+                    ErrorsOf::Rollout => members,
+                };
                 let late = of.iter().filter(|one| one.state.is_late()).count();
                 assert!(
                     late * 100 <= wanted(of) * *max_percent as usize,
-                    "wave {index} ends, and {late} of its guests are late"
+                    "wave {index} ends, and {late} guests of the {whose:?} are late"
                 );
             }
             WaveGateKind::PauseP99 { budget_us } => {

@@ -12,17 +12,19 @@ use patchbay_proto::v1::SetClaimsRequest;
 use tokio::runtime::Runtime;
 use tonic::Status;
 
-use super::driver::{Driver, Input, Term};
+use super::driver::{Driver, Input};
 use super::faults::{Rates, WorldFault};
 use super::guest::{CONTROLLER, Guest, Kill};
 use super::hook::Hook;
 use super::network::{self, Answer, Call, Network, Sent};
 use super::oracle::Oracle;
 use super::people::Deed;
+use super::reasons::Open;
 use super::records::Signing;
 use super::registry::Registered;
 use super::rights::Rights;
 use super::store::MemoryStore;
+use super::terms::Term;
 
 /// The time after which a call without an answer ends.
 const CALL_TIMEOUT: Millis = 35_000;
@@ -98,7 +100,7 @@ pub struct World {
     /// The guests that no driver can find, by rollout and name.
     pub lost: BTreeSet<(String, String)>,
     /// The drivers that wait for answers to calls.
-    open: BTreeMap<u64, u32>,
+    open: BTreeMap<u64, Open>,
     /// Requests that have not reached their hosts.
     pub under_way: usize,
     pub faults: BTreeMap<&'static str, u64>,
@@ -203,9 +205,10 @@ impl World {
                 self.deliver(sent, reply);
             }
             Event::Answer(call, answer) => {
-                if let Some(id) = self.open.remove(&call) {
+                if let Some(open) = self.open.remove(&call) {
+                    self.hear(&open, &answer);
                     self.network.answer(call, answer);
-                    self.drive(id);
+                    self.drive(open.driver);
                 }
             }
             Event::Serve(index) => self.serve(index),
@@ -234,7 +237,12 @@ impl World {
         for sent in self.network.take_sent() {
             self.check_sent(driver, &sent);
             let id = sent.id;
-            self.open.insert(id, driver.id);
+            let request = match &sent.call {
+                Call::SetClaims(request) if !request.claims.is_empty() => Some(request.clone()),
+                _ => None,
+            };
+            let driver = driver.id;
+            self.open.insert(id, Open { driver, request });
             self.schedule(CALL_TIMEOUT, Event::Answer(id, Err(network::timed_out())));
             if self.strikes("connection refused", self.rates.refuse) {
                 let wait = self.delay();
@@ -320,6 +328,10 @@ impl World {
         if self.strikes("service killed in a call", self.rates.kill_service) {
             let kills = [Kill::BeforeChange, Kill::AfterChange, Kill::BeforeAnswer];
             kill = kills[self.rng.usize(0..3)];
+            // The service of a copy lives as long as the copy.
+            if self.guests[index].snapshot.is_some() {
+                kill = Kill::Never;
+            }
             let wait = self.rng.u64(500..20_000);
             self.schedule(wait, Event::Serve(index));
             self.register_soon();
@@ -421,7 +433,11 @@ impl World {
 
 fn short(answer: &Answer) -> String {
     match answer {
-        Answer::Boot(boot, has_claims) => format!("boot {boot}, claims: {has_claims}"),
+        Answer::Boot(boot, has_claims) => {
+            // The rest of the name of a copy's boot is random.
+            let boot: String = boot.chars().take(16).collect();
+            format!("boot {boot}, claims: {has_claims}")
+        }
         Answer::SetClaims(answer) => {
             let results = answer.results.iter();
             let results = results.map(|one| {
