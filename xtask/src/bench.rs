@@ -85,7 +85,7 @@ const BENCHES: &[Bench] = &[
     },
     Bench {
         name: "trace",
-        about: "tracepoints of a Linux guest: first event, all at once, rate, and their cost for the guest; with `memory`, the ways to read the events of a stock kernel; with `log`, its log",
+        about: "tracepoints of a Linux guest: first event, all at once, rate, and their cost for the guest; `bench trace memory` compares the ways to read the events of a stock kernel; `bench trace log` follows its log",
         package: "patchbay-tests",
         target: "trace",
         needs: Needs::Linux,

@@ -49,8 +49,8 @@ pub struct Image {
     pub modules: PathBuf,
 }
 
-/// Returns the name of the lab's kernel: its package, after its suite if it is not one of the
-/// machine's own sources.
+/// Returns the lab's kernel as `PACKAGE`, or as `SUITE/PACKAGE` if apt's sources on this machine
+/// do not have the package.
 fn kernel() -> String {
     let name = std::env::var(VARIABLE).ok();
     let name = name.filter(|name| !name.is_empty());

@@ -82,8 +82,8 @@ pub struct GuestArgs {
 pub enum Pairs {
     /// One run for each pair of keys: n(n-1)/2 runs for n keys.
     All,
-    /// A covering array: about log2 n runs, each with about half of the keys. If one fails, finds
-    /// the keys that fail together.
+    /// The runs of a covering array, each with about half of the keys: 5 runs for 10 keys, 9 for
+    /// 100, 13 for 1,000. If one fails, more runs find the keys that fail together.
     Covering,
 }
 
@@ -100,8 +100,9 @@ pub struct RunArgs {
     /// keys with which it fails.
     #[arg(long, requires = "matrix")]
     pub together: bool,
-    /// After each key of the matrix by itself, flips two keys at a time: all pairs of keys that
-    /// pass by themselves, or with --pairs=covering a few runs that cover all pairs.
+    /// After the runs with each key of the matrix by itself, runs the command with each pair of the
+    /// keys that pass by themselves. With --pairs=covering (the = is required), a few runs with
+    /// many keys each cover all pairs. At most 10,000 runs.
     #[arg(
         long,
         value_name = "RUNS",

@@ -31,7 +31,7 @@ pub fn rows(columns: usize) -> Vec<Vec<usize>> {
         .collect()
 }
 
-/// Returns the smallest number of rows of an array with so many columns.
+/// Returns the smallest number of rows of an array with `columns` columns.
 fn rows_of(columns: usize) -> u32 {
     let mut rows = 1_u32;
     while binomial(rows - 1, rows.div_ceil(2)) < columns as u64 {

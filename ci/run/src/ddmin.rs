@@ -32,7 +32,7 @@ impl Search {
         }
     }
 
-    /// Creates the same search for a set of which each number alone is known to pass.
+    /// Creates a search in a set whose numbers are each known to pass alone.
     pub fn with_passing_singles(count: usize) -> Self {
         let mut search = Self::new(count);
         search.passed.extend((0..count).map(|number| vec![number]));

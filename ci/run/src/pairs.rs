@@ -43,7 +43,7 @@ impl Budget {
             return Ok(budget);
         }
         let text =
-            format!("--pairs with {keys} keys takes {runs} runs, and the limit is {RUNS_MAX}; ");
+            format!("the pairs of {keys} keys take {runs} runs, and the limit is {RUNS_MAX}; ");
         let covering = Self::of(Pairs::Covering, keys).runs();
         if how == Pairs::All && covering <= RUNS_MAX {
             bail!(
@@ -116,7 +116,7 @@ pub async fn pairs(
         .filter_map(|(setting, case)| Some(Alone::of(setting?, &case.verdict)))
         .collect();
     if alone.len() < 2 {
-        progress.note("no pair was flipped: the globs select fewer than two keys that can be");
+        progress.note("no pair was flipped: fewer than two of the selected keys can be flipped");
         return Ok(cases);
     }
     match how {
@@ -157,7 +157,7 @@ impl Alone {
         let obstacle = match verdict {
             Verdict::Passed => None,
             Verdict::Failed(_) => Some(format!("{setting} fails by itself")),
-            Verdict::Skipped(_) => Some(format!("{setting} was refused by itself")),
+            Verdict::Skipped(_) => Some(format!("{setting} could not be flipped by itself")),
         };
         Self { setting, obstacle }
     }
@@ -300,7 +300,10 @@ mod tests {
             .into_iter()
             .map(|pair| (matrix::names(&pair.settings), pair.obstacle))
             .collect();
-        let (fails, refused) = ("b=on fails by itself", "c=on was refused by itself");
+        let (fails, refused) = (
+            "b=on fails by itself",
+            "c=on could not be flipped by itself",
+        );
         let both = format!("{fails}, and {refused}");
         let expected = [
             ("a=on b=on", Some(fails)),

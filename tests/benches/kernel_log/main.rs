@@ -81,7 +81,7 @@ impl KernelView for Counted<'_> {
     }
 }
 
-/// Counts what a poll reads that finds no new record.
+/// Counts the reads and bytes of a poll that finds no new record.
 fn idle_poll() {
     let log = Log::new(Version::V6_12, 12, 17);
     for number in 0..3000 {

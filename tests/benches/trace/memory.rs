@@ -109,7 +109,7 @@ pub async fn boot() -> Result<Option<Guest>> {
         return Ok(None);
     };
     if !Path::new(TRACE_CMD).exists() {
-        skip("there is no trace-cmd; install it");
+        skip("/usr/bin/trace-cmd does not exist; install Debian's package trace-cmd");
         return Ok(None);
     }
     let programs = kernel.initramfs.parent().context("a folder")?;

@@ -40,7 +40,7 @@ impl Following {
         }
     }
 
-    /// Waits for a change that no earlier call has returned for.
+    /// Waits for a change since the last call of this function or of [`Following::take`].
     pub async fn changed(&mut self) {
         if self.counter.changed().await.is_err() {
             std::future::pending::<()>().await;

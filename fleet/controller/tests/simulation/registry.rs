@@ -65,7 +65,7 @@ pub struct Told {
     guests: BTreeSet<String>,
     /// The time of the latest look.
     looked: Millis,
-    /// There will be another look.
+    /// Set while a further look is scheduled.
     is_due: bool,
 }
 
