@@ -3,7 +3,8 @@
 //! nothing of Patchbay. No kernel is built, nothing is installed in the guests, and the same
 //! commands have the same effect in all. Debug lines and trace events are read from the guests'
 //! memory, while their consoles print none of them. The exit status is 0 if every step had its
-//! effect in every guest. The guest of libkrun is left out if its crates cannot be built.
+//! effect in every guest. The guest of libkrun is left out if its crates cannot be built, or if this user
+//! may not read the memory of the host's kernel, which tells where the memory of such a guest is.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -234,7 +235,13 @@ async fn main() -> Result<()> {
 /// Boots all guests and attaches to those of other monitors. The guest of our monitor is the first.
 async fn boot(kernel: &StockKernel) -> Result<Vec<Place>> {
     let libkrun = match Libkrun::program() {
-        Ok(program) => Some(Libkrun::stock(&program, kernel)?),
+        Ok(program) => match std::fs::File::open("/proc/kcore") {
+            Ok(_) => Some(Libkrun::stock(&program, kernel)?),
+            Err(error) => {
+                println!("   without libkrun: /proc/kcore cannot be read: {error}");
+                None
+            }
+        },
         Err(reason) => {
             println!("   without libkrun: {reason}");
             None

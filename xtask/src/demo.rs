@@ -52,9 +52,13 @@ pub fn run(mut arguments: Vec<OsString>) -> Result<ExitCode> {
             host::ensure_packages(host::LAB)?;
             // Both builds at once take less time, because each has phases that use one CPU.
             let libkrun = thread::spawn(guest::libkrun);
-            let mut variables = guest::programs(&[program])?;
-            variables.push(stock::cloud_6_12()?);
+            let prepared = guest::programs(&[program]).and_then(|mut variables| {
+                variables.push(stock::cloud_6_12()?);
+                Ok(variables)
+            });
+            // Otherwise cargo would continue after this process has ended.
             let libkrun = libkrun.join();
+            let mut variables = prepared?;
             variables.push(libkrun.map_err(|_| anyhow!("the build of libkrun panicked"))?);
             variables
         }

@@ -21,11 +21,8 @@ const KERNEL_PACKAGE: &str = "linux-image-6.12-amd64";
 /// example `linux-image-amd64`, or with a suite, `trixie-backports/linux-image-amd64`.
 pub const VARIABLE: &str = "PATCHBAY_LAB_KERNEL";
 
-/// Modules to load in this order, with their dependencies. The first two are parts of the kernel
-/// since Debian's 6.12.
+/// Modules to load in this order, with their dependencies.
 const MODULES: &[&str] = &[
-    "virtio_pci",
-    "virtio_console",
     "9pnet_virtio",
     "9p",
     "overlay",
@@ -49,6 +46,20 @@ pub struct Image {
     pub modules: PathBuf,
 }
 
+/// Modules to load before [`MODULES`] if another kernel is named. They are parts of Debian's kernels
+/// since 6.12.
+const OF_OTHERS: &[&str] = &["virtio_pci", "virtio_console"];
+
+/// Returns the modules of the lab's kernel.
+fn wanted() -> Vec<&'static str> {
+    let others = if kernel() == KERNEL_PACKAGE {
+        &[]
+    } else {
+        OF_OTHERS
+    };
+    [others, MODULES].concat()
+}
+
 /// Returns the lab's kernel as `PACKAGE`, or as `SUITE/PACKAGE` if apt's sources on this machine
 /// do not have the package.
 fn kernel() -> String {
@@ -62,7 +73,7 @@ fn kernel() -> String {
 fn key() -> String {
     let mut inputs = cache::Inputs::new("lab image 2");
     inputs.add("kernel", kernel());
-    inputs.add("modules", MODULES.join(" "));
+    inputs.add("modules", wanted().join(" "));
     inputs.key()
 }
 
@@ -200,7 +211,7 @@ fn modules_archive(library: &Path) -> Result<Vec<u8>> {
         0o755,
         &fs::read("/bin/busybox").context("no /bin/busybox")?,
     );
-    for (number, module) in modules::read_with_dependencies(library, MODULES)?
+    for (number, module) in modules::read_with_dependencies(library, &wanted())?
         .iter()
         .enumerate()
     {

@@ -30,8 +30,9 @@ const PAGE: i64 = 128;
 /// The maximum number of entries in a page after small pages. For each page etcd counts all
 /// remaining keys of the range (`treeIndex.Revisions` in `server/storage/mvcc/index.go`), so a
 /// range must not have many pages.
-const MAX_PAGE: i64 = 8192;
-/// The intended maximum size of a page with more than [`PAGE`] entries.
+const MAX_PAGE: i64 = 2048;
+/// A page has more than [`PAGE`] entries only if those of the page before were so small that this
+/// size is expected. The next entries may be larger.
 const PAGE_BYTES: usize = 4 << 20;
 /// The maximum number of times that the keys of a range are read because etcd compacts the revision
 /// meanwhile.
@@ -106,7 +107,7 @@ async fn snapshot<F: Future<Output = Result<pb::RangeResponse, StoreError>>>(
         revision: 0,
     };
     let mut key = root.path(prefix);
-    let mut limit = PAGE;
+    let (mut limit, mut max) = (PAGE, MAX_PAGE);
     loop {
         let request = pb::RangeRequest {
             key: key.clone(),
@@ -117,9 +118,10 @@ async fn snapshot<F: Future<Output = Result<pb::RangeResponse, StoreError>>>(
             keys_only: false,
         };
         let answer = match read(request).await {
-            // The entries may be larger than those of the page before.
-            Err(_) if limit > PAGE => {
-                limit = PAGE;
+            // The page may be too large. tonic then has the code by which etcd tells of a
+            // compacted revision.
+            Err(StoreError::Unavailable(_) | StoreError::Compacted { .. }) if limit > PAGE => {
+                (limit, max) = (PAGE, PAGE);
                 continue;
             }
             answer => answer?,
@@ -131,7 +133,7 @@ async fn snapshot<F: Future<Output = Result<pb::RangeResponse, StoreError>>>(
         let next = next.map(|last| [&last.key[..], b"\0"].concat());
         let bytes = answer.kvs.iter().map(|pair| pair.value.len());
         limit = match bytes.sum::<usize>() {
-            bytes if bytes <= PAGE_BYTES / 4 => MAX_PAGE.min(limit * 4),
+            bytes if bytes <= PAGE_BYTES / 4 => max.min(limit * 4),
             bytes if bytes <= PAGE_BYTES => limit,
             _ => PAGE,
         };
@@ -529,7 +531,7 @@ mod tests {
             of(PAGE_BYTES),
             of(1),
             Err(too_large),
-            of(PAGE_BYTES + 1),
+            of(1),
             Ok(page(&["2"], 7, false)),
         ]));
         let limits = RefCell::new(vec![]);
