@@ -53,7 +53,7 @@ pub struct Reasons {
     wanted: Vec<bool>,
     /// The waves that are taken back.
     taken_back: BTreeSet<usize>,
-    /// The members of whose guests a failure was told since they were late last, or never were.
+    /// The members for which a call has failed since they were last saved as not late.
     failed: BTreeSet<usize>,
     /// The members whose guests have told that they were stopped for a change.
     paused: BTreeSet<usize>,
