@@ -185,6 +185,9 @@ pub fn build_tests_outside() -> Result<Vec<TestBinary>> {
     ]))
 }
 
+/// The folder of the program that runs a guest with libkrun.
+pub const LIBKRUN: &str = "attach/tests/libkrun";
+
 /// Builds the program that runs a guest with libkrun, and returns its path. The program has its own
 /// target directory, so that it can be built at the same time as the workspace. It is not optimised,
 /// because compiling it costs more than its guests do.
@@ -192,7 +195,7 @@ pub fn build_tests_outside() -> Result<Vec<TestBinary>> {
 /// # Errors
 /// The build fails, for example because the crates are not cached and there is no network.
 pub fn build_libkrun_guest() -> Result<PathBuf> {
-    let folder = host::repository().join("attach/tests/libkrun");
+    let folder = host::repository().join(LIBKRUN);
     let target = host::target().join("libkrun");
     let mut command = cargo("build");
     command

@@ -19,6 +19,8 @@ const VERSION: &str = "0.20.2";
 pub const HEADING: &str = "dependencies ";
 const DATABASE: &str = "https://github.com/RustSec/advisory-db";
 const CLONE: &str = "PATCHBAY_ADVISORIES";
+/// The folder of the workspace's manifest.
+const WORKSPACE: &str = "";
 
 /// Runs the checks whose heading contains the filter. A heading is for example "dependencies
 /// licences".
@@ -51,7 +53,10 @@ pub fn run(filter: Option<&str>) -> Result<Vec<Outcome>> {
             let reason = format!("no database of advisories, set {CLONE} to a clone: {error:#}");
             return Ok(Outcome::skipped(heading, &reason));
         }
-        Ok(outcome(heading, &config.check(&program, what)?))
+        let outputs =
+            [WORKSPACE, cargo::LIBKRUN].map(|folder| config.check(&program, folder, what));
+        let outputs = outputs.into_iter().collect::<Result<Vec<_>>>()?;
+        Ok(outcome(heading, &outputs))
     };
     checks.iter().map(check).collect()
 }
@@ -105,8 +110,10 @@ impl Config {
         bail!("{}", first.unwrap_or("cargo-deny said nothing").trim())
     }
 
-    fn check(&self, program: &Path, what: &str) -> Result<Output> {
+    fn check(&self, program: &Path, folder: &str, what: &str) -> Result<Output> {
         let mut check = Command::new(program);
+        let manifest = host::repository().join(folder).join("Cargo.toml");
+        check.arg("--manifest-path").arg(manifest);
         check.args(["--locked", "--config"]).arg(self.0.path());
         run_quietly(check.args(["check", "--hide-inclusion-graph", what]))
     }
@@ -127,14 +134,17 @@ fn run_quietly(command: &mut Command) -> Result<Output> {
     command.output().context("cannot run cargo-deny")
 }
 
-fn outcome(heading: &str, output: &Output) -> Outcome {
-    let passed = output.status.success();
+fn outcome(heading: &str, outputs: &[Output]) -> Outcome {
+    let passed = outputs.iter().all(|output| output.status.success());
     Outcome {
         heading: heading.to_owned(),
         passed: usize::from(passed),
         failed: usize::from(!passed),
         skipped: 0,
-        output: String::from_utf8_lossy(&output.stderr).into_owned(),
+        output: outputs
+            .iter()
+            .map(|output| String::from_utf8_lossy(&output.stderr).into_owned())
+            .collect(),
     }
 }
 
@@ -152,8 +162,8 @@ mod tests {
 
     #[test]
     fn a_check_that_fails_counts_as_failed() {
-        let output = Command::new("false").output().unwrap();
-        let outcome = outcome("dependencies sources", &output);
+        let outputs = ["true", "false"].map(|program| Command::new(program).output().unwrap());
+        let outcome = outcome("dependencies sources", &outputs);
         assert_eq!((outcome.passed, outcome.failed), (0, 1));
     }
 }
