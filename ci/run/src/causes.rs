@@ -10,15 +10,30 @@ use crate::ddmin::Search;
 /// Limit on the number of failing sets that are looked for in one run.
 pub const FOUND_MAX: usize = 4;
 
+/// Limit on the number of tests of one search. It exceeds the tests for four pairs among 1,000 keys.
+/// A command that fails at random, or large sets that fail, could take the square of the number of
+/// keys.
+pub const TESTS_MAX: usize = 500;
+
+/// The outcome of a test of a set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    Passed,
+    Failed,
+    /// The keys were not flipped, so the command did not run.
+    Refused,
+}
+
 /// The next step of the search.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Test this set, and pass the outcome to [`Causes::answer`].
     Test(Vec<usize>),
-    /// This set fails, and passes without any single one of its numbers. It is the last set that
-    /// failed a test, or the whole set.
+    /// This set fails, and no set without one of its numbers is known to fail. Each of those
+    /// passed or was refused, unless the tests were used up. It is the last set that failed a
+    /// test, or the whole set.
     Found(Vec<usize>),
-    /// All pairs were tested. Or, if `untested`, more sets fail than the limit allows to look for.
+    /// All pairs were tested. Or, if `untested`, a limit was reached or a set was refused.
     End { untested: bool },
 }
 
@@ -31,8 +46,12 @@ pub struct Causes {
     found: Vec<Vec<usize>>,
     /// A failing set, and the search for a smallest failing set among the indices of its numbers.
     narrowing: Option<(Vec<usize>, Search)>,
-    /// Set if a test failed after the limit was reached.
+    /// The number of tests so far.
+    tests: usize,
+    /// Set if a limit was reached.
     is_over: bool,
+    /// Set if a set outside of a narrowing was refused.
+    untested: bool,
 }
 
 impl Causes {
@@ -43,7 +62,9 @@ impl Causes {
             passed: vec![],
             found: vec![],
             narrowing: Some(((0..count).collect(), Search::with_passing_singles(count))),
+            tests: 0,
             is_over: false,
+            untested: false,
         }
     }
 
@@ -51,7 +72,10 @@ impl Causes {
     pub fn next(&mut self) -> Step {
         if let Some((set, search)) = &mut self.narrowing {
             let numbers = |indices: &[usize]| indices.iter().map(|&index| set[index]).collect();
-            if let Some(indices) = search.next() {
+            if self.tests == TESTS_MAX {
+                self.is_over = true;
+            } else if let Some(indices) = search.next() {
+                self.tests += 1;
                 return Step::Test(numbers(&indices));
             }
             let cause: Vec<usize> = numbers(search.smallest());
@@ -74,27 +98,35 @@ impl Causes {
                 self.split(&set, &cause);
                 continue;
             }
+            if self.tests == TESTS_MAX {
+                return Step::End { untested: true };
+            }
+            self.tests += 1;
             self.to_test.push(set.clone());
             return Step::Test(set);
         }
-        Step::End { untested: false }
+        Step::End {
+            untested: self.untested,
+        }
     }
 
     /// Accepts the outcome of the set that [`next`](Self::next) returned last.
-    pub fn answer(&mut self, failed: bool) {
+    pub fn answer(&mut self, outcome: Outcome) {
         if let Some((_, search)) = &mut self.narrowing {
-            return search.answer(failed);
+            // A refused set shows no failure, so the search continues with other sets.
+            return search.answer(outcome == Outcome::Failed);
         }
         let Some(set) = self.to_test.pop() else {
             return;
         };
-        match failed {
-            true if self.found.len() == FOUND_MAX => self.is_over = true,
-            true => {
+        match outcome {
+            Outcome::Failed if self.found.len() == FOUND_MAX => self.is_over = true,
+            Outcome::Failed => {
                 let search = Search::with_passing_singles(set.len());
                 self.narrowing = Some((set, search));
             }
-            false => self.passed.push(set),
+            Outcome::Passed => self.passed.push(set),
+            Outcome::Refused => self.untested = true,
         }
     }
 
@@ -117,7 +149,7 @@ fn contains(set: &[usize], subset: &[usize]) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::{BTreeMap, BTreeSet};
+    use std::collections::BTreeSet;
 
     use proptest::prelude::*;
 
@@ -133,22 +165,28 @@ mod tests {
     }
 
     fn search(count: usize, fails: impl Fn(&[usize]) -> bool) -> Searched {
+        search_with(count, |set| match fails(set) {
+            true => Outcome::Failed,
+            false => Outcome::Passed,
+        })
+    }
+
+    fn search_with(count: usize, test: impl Fn(&[usize]) -> Outcome) -> Searched {
         let mut causes = Causes::new(count);
         let mut searched = Searched::default();
-        let mut outcomes = BTreeMap::new();
         let mut last_failed: Vec<usize> = (0..count).collect();
         loop {
             match causes.next() {
                 Step::Test(set) => {
                     assert!(set.len() > 1 && set.len() < count && set.is_sorted());
                     searched.tests += 1;
-                    let failed = fails(&set);
-                    outcomes.insert(set.clone(), failed);
-                    match failed {
-                        true => last_failed = set,
-                        false => searched.passed.push(set),
+                    let outcome = test(&set);
+                    match outcome {
+                        Outcome::Failed => last_failed = set,
+                        Outcome::Passed => searched.passed.push(set),
+                        Outcome::Refused => {}
                     }
-                    causes.answer(failed);
+                    causes.answer(outcome);
                 }
                 Step::Found(cause) => {
                     assert_eq!(cause, last_failed);
@@ -193,7 +231,44 @@ mod tests {
         assert!(searched.untested && searched.tests < 200, "{searched:?}");
     }
 
+    #[test]
+    fn the_search_ends_after_the_limit_of_tests() {
+        // Only the whole set fails, which takes about twice as many tests as it has numbers.
+        let searched = search(400, |set| set.len() == 400);
+        assert_eq!((searched.tests, searched.found.len()), (TESTS_MAX, 1));
+        assert!(searched.untested);
+    }
+
     proptest! {
+        /// Checks that each pair is in a set that passed or was found, or that the search says that
+        /// pairs were not tested.
+        #[test]
+        fn a_refused_set_is_not_reported_as_tested(
+            count in 3usize..20, refused in (0usize..20, 0usize..20)
+        ) {
+            let refused = [refused.0 % count, refused.1 % count];
+            let searched = search_with(count, |set| {
+                if refused.iter().all(|number| set.contains(number)) {
+                    Outcome::Refused
+                } else if contains(set, &[0, 1]) {
+                    Outcome::Failed
+                } else {
+                    Outcome::Passed
+                }
+            });
+            let is_shown = |pair: [usize; 2]| {
+                let mut shown = searched.passed.iter().chain(&searched.found);
+                shown.any(|set| contains(set, &pair))
+            };
+            let mut all_shown = true;
+            for second in 1..count {
+                for first in 0..second {
+                    all_shown &= is_shown([first, second]);
+                }
+            }
+            prop_assert!(all_shown || searched.untested);
+        }
+
         /// Checks that every failing set is found, up to the limit, and that every other pair is in
         /// a set that passed.
         #[test]

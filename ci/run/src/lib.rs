@@ -185,12 +185,12 @@ async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
     let (cases, status) = if arguments.matrix.is_empty() {
         run_once(&mut runner, arguments).await?
     } else {
-        let mut progress = Terminal;
+        let progress = Terminal;
         let (runner, patterns) = (&mut runner, &arguments.matrix);
         let cases = match arguments.pairs {
-            _ if arguments.together => matrix::together(runner, patterns, &mut progress).await?,
-            Some(how) => pairs::pairs(runner, patterns, how, jobs, &mut progress).await?,
-            None => matrix::each(runner, patterns, jobs, &mut progress).await?,
+            _ if arguments.together => matrix::together(runner, patterns, &progress).await?,
+            Some(how) => pairs::pairs(runner, patterns, how, jobs, &progress).await?,
+            None => matrix::each(runner, patterns, jobs, &progress).await?,
         };
         let failed = cases.iter().any(Case::failed);
         summarize(&cases);
@@ -287,7 +287,7 @@ impl Sink for Streams<'_> {
 struct Terminal;
 
 impl Progress for Terminal {
-    fn case(&mut self, case: &Case) {
+    fn case(&self, case: &Case) {
         let seconds = case.time.as_secs_f64();
         match &case.verdict {
             Verdict::Passed => tell!("  ok    {} ({seconds:.2} s)", case.name),
@@ -301,7 +301,7 @@ impl Progress for Terminal {
         }
     }
 
-    fn note(&mut self, text: &str) {
+    fn note(&self, text: &str) {
         tell!("patchbay: {}", printable(text));
     }
 }

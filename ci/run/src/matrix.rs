@@ -19,8 +19,8 @@ const SUBSET: &str = "some keys flipped";
 
 /// Receives each case as soon as it is known.
 pub trait Progress {
-    fn case(&mut self, case: &Case);
-    fn note(&mut self, text: &str);
+    fn case(&self, case: &Case);
+    fn note(&self, text: &str);
 }
 
 /// Keys to flip for a run of the command, and the reason why they are not flipped, if there is one.
@@ -48,7 +48,7 @@ pub async fn each(
     runner: &mut Runner,
     patterns: &[String],
     jobs: usize,
-    progress: &mut impl Progress,
+    progress: &impl Progress,
 ) -> Result<Vec<Case>> {
     let mut cases = vec![];
     // The keys are selected first, so that a misspelt name does not cost a run.
@@ -70,7 +70,7 @@ pub async fn share<I>(
     items: Vec<I>,
     work: impl AsyncFn(&mut Runner, I) -> Result<Case>,
     cases: &mut Vec<Case>,
-    progress: &mut impl Progress,
+    progress: &impl Progress,
 ) -> Result<()> {
     let more = 1..jobs.min(items.len());
     let mut others: Vec<Runner> = more.map(|_| runner.another()).collect();
@@ -95,7 +95,7 @@ pub async fn flip(runner: &mut Runner, flip: Flip) -> Result<Case> {
     }
     let attempt = runner.attempt(&name, &flip.settings).await?;
     Ok(match attempt {
-        Attempt::Ran(case) => case,
+        Attempt::Ran(case) | Attempt::NotFlipped(case) => case,
         Attempt::Refused(why) => skipped(name, why),
     })
 }
@@ -108,7 +108,7 @@ pub async fn flip(runner: &mut Runner, flip: Flip) -> Result<Case> {
 pub async fn together(
     runner: &mut Runner,
     patterns: &[String],
-    progress: &mut impl Progress,
+    progress: &impl Progress,
 ) -> Result<Vec<Case>> {
     let mut cases = vec![];
     let mut settings = vec![];
@@ -126,11 +126,12 @@ pub async fn together(
     if settings.is_empty() {
         return Ok(cases);
     }
-    let mut case = match runner.attempt(TOGETHER, &settings).await? {
-        Attempt::Ran(case) => case,
+    let (mut case, ran) = match runner.attempt(TOGETHER, &settings).await? {
+        Attempt::Ran(case) => (case, true),
+        Attempt::NotFlipped(case) => (case, false),
         Attempt::Refused(why) => bail!("the keys cannot be flipped together: {why}"),
     };
-    if case.failed() {
+    if ran && case.failed() {
         progress.note(&format!(
             "fails with all {} keys flipped; looking for the smallest set",
             settings.len()
@@ -146,7 +147,7 @@ async fn smallest(
     runner: &mut Runner,
     settings: &[Setting],
     mut failing: Case,
-    progress: &mut impl Progress,
+    progress: &impl Progress,
 ) -> Result<Case> {
     let chosen = |numbers: &[usize]| -> Vec<Setting> {
         numbers
@@ -164,7 +165,7 @@ async fn smallest(
         // sets.
         let case = match runner.attempt(&name, &chosen(&numbers)).await? {
             Attempt::Ran(case) if case.failed() => Some(case),
-            Attempt::Ran(_) | Attempt::Refused(_) => None,
+            Attempt::Ran(_) | Attempt::Refused(_) | Attempt::NotFlipped(_) => None,
         };
         search.answer(case.is_some());
         if let Some(case) = case {
@@ -194,7 +195,7 @@ pub async fn select(runner: &mut Runner, patterns: &[String]) -> Result<Vec<Sele
 pub async fn baseline(
     runner: &mut Runner,
     cases: &mut Vec<Case>,
-    progress: &mut impl Progress,
+    progress: &impl Progress,
 ) -> Result<bool> {
     let Attempt::Ran(case) = runner.attempt(BASELINE, &[]).await? else {
         unreachable!("nothing was to be flipped");

@@ -10,7 +10,7 @@ use std::fmt;
 use anyhow::{Result, bail};
 
 use crate::args::Pairs;
-use crate::causes::{Causes, Step};
+use crate::causes::{Causes, Outcome, Step};
 use crate::covering;
 use crate::keys::{Selected, Setting};
 use crate::matrix::{self, Flip, Progress};
@@ -19,6 +19,8 @@ use crate::runner::{Attempt, Runner};
 
 /// Limit on the number of runs. 140 keys have 9,730 pairs.
 const RUNS_MAX: usize = 10_000;
+/// The number of keys that the reason of a skipped run names.
+const SHOWN_MAX: usize = 10;
 /// The beginning of the name of a run of the covering array.
 const COVERING: &str = "covering run";
 
@@ -98,7 +100,7 @@ pub async fn pairs(
     patterns: &[String],
     how: Pairs,
     jobs: usize,
-    progress: &mut impl Progress,
+    progress: &impl Progress,
 ) -> Result<Vec<Case>> {
     let selected = matrix::select(runner, patterns).await?;
     let keys: Vec<Option<Setting>> = selected.iter().map(can_be_flipped).collect();
@@ -134,7 +136,12 @@ pub async fn pairs(
             if rows.is_empty() {
                 progress.note("no pair was flipped: fewer than two keys pass by themselves");
             }
-            matrix::share(runner, jobs, rows, covering_run, &mut cases, progress).await?;
+            for row in &rows {
+                progress.note(&format!("{}: {}", row.name, matrix::names(&row.settings)));
+            }
+            let work =
+                async |runner: &mut Runner, row: Row| covering_run(runner, row, progress).await;
+            matrix::share(runner, jobs, rows, work, &mut cases, progress).await?;
         }
     }
     Ok(cases)
@@ -217,13 +224,30 @@ fn covering_runs(keys: Vec<Alone>) -> Vec<Row> {
     .collect()
 }
 
-/// Runs the command with several keys flipped. If it fails, finds the keys that fail together.
-async fn covering_run(runner: &mut Runner, row: Row) -> Result<Case> {
-    let mut failing = match runner.attempt(&row.name, &row.settings).await? {
+/// Runs the command with several keys flipped. If it fails twice, finds the keys that fail together.
+async fn covering_run(runner: &mut Runner, row: Row, progress: &impl Progress) -> Result<Case> {
+    let first = match runner.attempt(&row.name, &row.settings).await? {
         Attempt::Ran(case) if case.failed() => case,
-        Attempt::Ran(case) => return Ok(case),
-        Attempt::Refused(why) => return Ok(matrix::skipped(row.name, why)),
+        Attempt::Ran(case) | Attempt::NotFlipped(case) => return Ok(case),
+        Attempt::Refused(why) => {
+            progress.note(&format!("{}: its pairs were not tested", row.name));
+            let keys = shortened(&row.settings);
+            return Ok(matrix::skipped(row.name, format!("{why}; with {keys}")));
+        }
     };
+    // A search for a failure that does not recur would name keys at random.
+    let again = format!("{}.repeated", row.name);
+    let mut failing = match runner.attempt(&again, &row.settings).await? {
+        Attempt::Ran(case) if case.failed() => case,
+        Attempt::Ran(_) => return Ok(once(first)),
+        Attempt::NotFlipped(_) | Attempt::Refused(_) => return Ok(first),
+    };
+    progress.note(&format!(
+        "{} fails with {} keys flipped; looking for the smallest sets: {}",
+        row.name,
+        row.settings.len(),
+        matrix::names(&row.settings)
+    ));
     let mut causes = Causes::new(row.settings.len());
     let (mut found, mut tests): (Vec<(String, Case)>, _) = (vec![], 0);
     loop {
@@ -233,21 +257,42 @@ async fn covering_run(runner: &mut Runner, row: Row) -> Result<Case> {
                 // The name of each run differs, because its collected files have a folder of this
                 // name.
                 let name = format!("{}.{tests}", row.name);
-                // A set that cannot be flipped counts as passed, so that the search continues with
-                // other sets.
                 let attempt = runner.attempt(&name, &row.with(&numbers)).await?;
-                let failed = match attempt {
-                    Attempt::Ran(case) if case.failed() => Some(case),
-                    Attempt::Ran(_) | Attempt::Refused(_) => None,
-                };
-                causes.answer(failed.is_some());
-                failing = failed.unwrap_or(failing);
+                causes.answer(match attempt {
+                    Attempt::Ran(case) if case.failed() => {
+                        failing = case;
+                        Outcome::Failed
+                    }
+                    Attempt::Ran(_) => Outcome::Passed,
+                    Attempt::Refused(_) | Attempt::NotFlipped(_) => Outcome::Refused,
+                });
             }
             Step::Found(numbers) => {
                 found.push((matrix::names(&row.with(&numbers)), failing.clone()));
             }
             Step::End { untested } => return Ok(failed(row.name, found, untested)),
         }
+    }
+}
+
+/// Returns the case of a run that failed, and passed when it was repeated.
+fn once(case: Case) -> Case {
+    let verdict = match case.verdict {
+        Verdict::Failed(why) => Verdict::Failed(format!(
+            "failed once, and passed when it was repeated: {why}"
+        )),
+        other => other,
+    };
+    Case { verdict, ..case }
+}
+
+/// Returns the first settings, and the number of the others.
+fn shortened(settings: &[Setting]) -> String {
+    let shown = settings.len().min(SHOWN_MAX);
+    let names = matrix::names(&settings[..shown]);
+    match settings.len() - shown {
+        0 => names,
+        more => format!("{names} and {more} more"),
     }
 }
 
@@ -315,6 +360,18 @@ mod tests {
         ];
         let expected = expected.map(|(name, why)| (name.to_owned(), why.map(str::to_owned)));
         assert_eq!(pairs, expected);
+    }
+
+    #[test]
+    fn reasons_are_short_and_say_if_a_failure_did_not_recur() {
+        let settings =
+            |count| -> Vec<Setting> { passing(count).into_iter().map(|key| key.setting).collect() };
+        assert_eq!(shortened(&settings(2)), "k0=on k1=on");
+        assert!(shortened(&settings(25)).ends_with(" k9=on and 15 more"));
+        let mut case = matrix::skipped("covering run 1".to_owned(), String::new());
+        case.verdict = Verdict::Failed("exit status 1".to_owned());
+        let expected = "failed once, and passed when it was repeated: exit status 1";
+        assert_eq!(once(case).verdict, Verdict::Failed(expected.to_owned()));
     }
 
     /// Checks that each pair is flipped in one of the runs. The runs with no key and with one key

@@ -100,6 +100,8 @@ pub struct Runner {
 pub enum Attempt {
     /// The monitor refused to flip the keys; the text is a sentence.
     Refused(String),
+    /// The monitor did not answer, so the command did not run. The case has failed.
+    NotFlipped(Case),
     Ran(Case),
 }
 
@@ -235,7 +237,7 @@ impl Runner {
             // The monitor may be gone, or the keys may have been flipped, so the guest is
             // discarded.
             self.discard().await;
-            return Ok(Attempt::Ran(Case {
+            return Ok(Attempt::NotFlipped(Case {
                 name: name.to_owned(),
                 verdict: Verdict::Failed(format!(
                     "the monitor did not flip the keys: {}",

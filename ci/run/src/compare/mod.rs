@@ -315,7 +315,7 @@ impl Comparing {
                 false => &[],
             };
             let case = match self.runner.attempt(&name, settings).await? {
-                Attempt::Ran(case) => case,
+                Attempt::Ran(case) | Attempt::NotFlipped(case) => case,
                 Attempt::Refused(why) => {
                     let verdict = match self.named {
                         true => Verdict::Failed,
