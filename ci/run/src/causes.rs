@@ -237,6 +237,11 @@ mod tests {
         let searched = search(400, |set| set.len() == 400);
         assert_eq!((searched.tests, searched.found.len()), (TESTS_MAX, 1));
         assert!(searched.untested);
+        // A row of the array of 1,000 keys has about half of them.
+        let causes = [vec![7, 431], vec![20, 88], vec![300, 301], vec![99, 599]];
+        let searched = search(600, any_of(&causes));
+        assert_eq!(searched.found.len(), FOUND_MAX);
+        assert!(!searched.untested, "{}", searched.tests);
     }
 
     proptest! {
@@ -269,8 +274,8 @@ mod tests {
             prop_assert!(all_shown || searched.untested);
         }
 
-        /// Checks that every failing set is found, up to the limit, and that every other pair is in
-        /// a set that passed.
+        /// Checks that every failing set of two or three numbers is found, up to the limit, and that
+        /// every other pair is in a set that passed.
         #[test]
         fn each_pair_passes_or_fails_in_a_set_that_is_found(
             (count, causes) in (2usize..30).prop_flat_map(|count| {
@@ -290,7 +295,11 @@ mod tests {
             smallest.dedup();
             let mut found = searched.found.clone();
             found.sort();
-            prop_assert_eq!(&found, &smallest);
+            prop_assert!(found.iter().all(|set| smallest.contains(set)));
+            // A larger set may hide another one that has its first three numbers, but no pair.
+            if smallest.iter().all(|set| set.len() <= 3) {
+                prop_assert_eq!(&found, &smallest);
+            }
             prop_assert!(!searched.untested);
             for second in 1..count {
                 for first in 0..second {
