@@ -427,7 +427,7 @@ mod tests {
         let error = Budget::within_limit(Pairs::All, 141)
             .unwrap_err()
             .to_string();
-        assert!(error.contains("takes 10012 runs"), "{error}");
+        assert!(error.contains("take 10012 runs"), "{error}");
         assert!(
             error.contains("--pairs=covering, which takes 152 runs"),
             "{error}"
