@@ -2,7 +2,6 @@
 //! Tests `patchbay ci run --fresh` without KVM: each run of a matrix in a copy of one guest, and
 //! several of them at once.
 
-use std::path::Path;
 use std::process::{Child, Stdio};
 
 use super::ci::Ci;
