@@ -14,7 +14,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use patchbay_examples::{open_shell, step, typed};
-use patchbay_tests::{Guest, Libkrun, Qemu, StockKernel, TestGuest};
+use patchbay_tests::{Foreign, Guest, Qemu, StockKernel, TestGuest};
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 
@@ -47,7 +47,7 @@ struct Arguments {
 enum Place {
     Ours(Guest),
     Qemu(Qemu),
-    Libkrun(Libkrun),
+    Libkrun(Foreign),
 }
 
 impl Place {
@@ -234,9 +234,9 @@ async fn main() -> Result<()> {
 
 /// Boots all guests and attaches to those of other monitors. The guest of our monitor is the first.
 async fn boot(kernel: &StockKernel) -> Result<Vec<Place>> {
-    let libkrun = match Libkrun::program() {
+    let libkrun = match Foreign::libkrun_program() {
         Ok(program) => match std::fs::File::open("/proc/kcore") {
-            Ok(_) => Some(Libkrun::stock(&program, kernel)?),
+            Ok(_) => Some(Foreign::libkrun(&program, kernel)?),
             Err(error) => {
                 println!("   without libkrun: /proc/kcore cannot be read: {error}");
                 None

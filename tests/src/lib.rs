@@ -23,16 +23,16 @@ use anyhow::{Context, Result};
 mod attacher;
 mod disk;
 mod environment;
+mod foreign;
 mod guest;
-mod libkrun;
 mod qemu;
 mod serial;
 mod tracepoints;
 
 pub use disk::{copy_disk, debugfs};
 pub use environment::{Environment, InstalledKernel, KernelFiles, StockKernel};
+pub use foreign::Foreign;
 pub use guest::{AGENT_INSTANCE, Seen, TEST_KEYS, TestGuest};
-pub use libkrun::Libkrun;
 pub use patchbay_testing::{
     EventStream, Guest, GuestBuilder, SHELL_READS, Shell, connect, reason, until,
 };

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -19,46 +19,19 @@ use patchbay_host_kernel::{HostKernel, Verdict};
 use serde_json::json;
 
 use super::process::{host, readable};
+use super::programs::program;
 use super::stock::{self, Boot};
 use super::{
     Accelerator, COUNTER, DEADLINE, END, Memory, Process, SCRATCH, checked, count, keys_of,
     options, until,
 };
 
-/// A folder with the programs `firecracker` and `cloud-hypervisor`, which may be compressed by xz.
-const MONITORS: &str = "PATCHBAY_TEST_MONITORS";
 /// The program that runs a guest with libkrun.
 const LIBKRUN: &str = "PATCHBAY_TEST_LIBKRUN";
 /// The reason why there is no such program.
 const NO_LIBKRUN: &str = "PATCHBAY_TEST_NO_LIBKRUN";
 /// The code of a guest that counts.
 const ENTRY: std::ops::Range<u64> = 0x100_0000..0x100_0009;
-
-/// Returns the path of a monitor's program. Prints a message and returns `None` if there is no such
-/// program.
-pub fn program(name: &str, folder: &Path) -> Option<PathBuf> {
-    let monitors = std::env::var_os(MONITORS).map(PathBuf::from);
-    let found = monitors.and_then(|monitors| {
-        let program = monitors.join(name);
-        if program.is_file() {
-            return Some(program);
-        }
-        let packed = monitors.join(format!("{name}.xz"));
-        packed.is_file().then(|| {
-            let program = folder.join(name);
-            let output = File::create(&program).expect("room");
-            let mut xz = Command::new("xz");
-            let unpacked = xz.arg("-dc").arg(packed).stdout(output).status();
-            assert!(unpacked.expect("xz").success());
-            fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).expect("own file");
-            program
-        })
-    });
-    if found.is_none() {
-        eprintln!("SKIPPED: {MONITORS} names no folder with {name}");
-    }
-    found
-}
 
 /// Returns the path of the program that runs a guest with libkrun. Prints a message and returns
 /// `None` if it is not built.

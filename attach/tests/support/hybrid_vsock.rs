@@ -11,8 +11,9 @@ use std::process::{Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::foreign::{configuration, counter, jailed, program};
+use super::foreign::{configuration, counter, jailed};
 use super::process::readable;
+use super::programs::program;
 use super::{Process, until};
 
 /// Starts attachers until one has created the agent's socket. The monitor may not have started its

@@ -21,6 +21,7 @@ pub mod migration;
 pub mod nested;
 pub mod process;
 pub mod program;
+mod programs;
 mod qemu;
 pub mod relay;
 pub mod rollout;

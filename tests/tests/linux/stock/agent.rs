@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests the agent in a guest of QEMU, over vhost-vsock.
+//! Tests the agent in guests of other monitors: of QEMU over vhost-vsock, and of Firecracker and Cloud
+//! Hypervisor over their own vsock devices, each of which is a Unix socket of the host.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use anyhow::{Context, Result, ensure};
@@ -9,28 +10,70 @@ use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 use patchbay_proto::v1::{StreamTracepointEventsRequest, TraceEvent};
 use patchbay_tests::{
-    AGENT_INSTANCE, Environment, EventStream, Qemu, StockKernel, connect, skip, until,
+    AGENT_INSTANCE, Environment, EventStream, Foreign, Qemu, StockKernel, connect, skip, until,
 };
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 
 use super::BINFMT;
 
+#[path = "../../../../attach/tests/support/programs.rs"]
+mod programs;
+
 /// The guest's drivers for vsock, in the order in which they can be loaded.
-const MODULES: [&str; 3] = [
+const MODULES: [&str; 4] = [
+    "virtio_mmio",
     "vsock",
     "vmw_vsock_virtio_transport_common",
     "vmw_vsock_virtio_transport",
 ];
 const EXEC: &str = "sched:sched_process_exec";
 
-/// A guest of QEMU, whose attacher the CLI calls.
-struct Lab {
-    guest: Qemu,
+/// A guest to which an attacher is attached.
+trait Attached {
+    /// Runs a command in the guest's shell and returns its output.
+    async fn shell(&mut self, command: &str) -> Result<String>;
+    /// Returns the attacher's API socket.
+    fn socket(&self) -> PathBuf;
+    /// Returns the output of the attacher.
+    fn attacher_log(&self) -> String;
+}
+
+impl Attached for Qemu {
+    async fn shell(&mut self, command: &str) -> Result<String> {
+        Self::shell(self, command).await
+    }
+
+    fn socket(&self) -> PathBuf {
+        Self::socket(self)
+    }
+
+    fn attacher_log(&self) -> String {
+        Self::attacher_log(self)
+    }
+}
+
+impl Attached for Foreign {
+    async fn shell(&mut self, command: &str) -> Result<String> {
+        Self::shell(self, command).await
+    }
+
+    fn socket(&self) -> PathBuf {
+        Self::socket(self)
+    }
+
+    fn attacher_log(&self) -> String {
+        Self::attacher_log(self)
+    }
+}
+
+/// A guest whose attacher the CLI calls.
+struct Lab<G> {
+    guest: G,
     kernel: StockKernel,
 }
 
-impl Lab {
+impl<G: Attached> Lab<G> {
     /// Runs the CLI, and returns whether it succeeded and its output.
     async fn patchbay(&self, words: &[&str]) -> Result<(bool, String)> {
         let mut command = Command::new(&self.kernel.cli);
@@ -68,38 +111,87 @@ fn program(event: &TraceEvent) -> Option<&str> {
     }
 }
 
-/// Checks that the agent arms, fires, parks and streams events as in a guest of our monitor.
+/// A kernel, and an initramfs with the agent and its drivers.
+struct Prepared {
+    kernel: StockKernel,
+    initramfs: PathBuf,
+    folder: tempfile::TempDir,
+}
+
+impl Prepared {
+    /// Returns `None` if there is no kernel or no agent.
+    fn make() -> Result<Option<Self>> {
+        let Some((kernel, agent)) = StockKernel::named("6_12").zip(Environment::agent()) else {
+            return Ok(None);
+        };
+        let folder = tempfile::tempdir()?;
+        let initramfs = folder.path().join("initramfs");
+        let modules = MODULES.map(|name| {
+            let file = kernel.modules.join("kernel").join(format!("{name}.ko"));
+            (format!("{name}.ko"), file)
+        });
+        let mut files = vec![("bin/patchbay-agent", 0o755, agent.as_path())];
+        files.extend(
+            modules
+                .iter()
+                .map(|(name, file)| (name.as_str(), 0o644, file.as_path())),
+        );
+        kernel.initramfs_with(&files, &initramfs)?;
+        Ok(Some(Self {
+            kernel,
+            initramfs,
+            folder,
+        }))
+    }
+}
+
 #[tokio::test]
 async fn the_agent_of_a_guest_of_qemu_traces() -> Result<()> {
-    let Some(kernel) = StockKernel::named("6_12") else {
-        return Ok(());
-    };
-    let Some(agent) = Environment::agent() else {
+    let Some(prepared) = Prepared::make()? else {
         return Ok(());
     };
     if !Path::new("/dev/vhost-vsock").exists() {
         skip("there is no /dev/vhost-vsock; run `modprobe vhost_vsock`");
         return Ok(());
     }
-    let folder = tempfile::tempdir()?;
-    let initramfs = folder.path().join("initramfs");
-    let modules = MODULES.map(|name| {
-        let file = kernel.modules.join("kernel").join(format!("{name}.ko"));
-        (format!("{name}.ko"), file)
-    });
-    let mut files = vec![("bin/patchbay-agent", 0o755, agent.as_path())];
-    files.extend(
-        modules
-            .iter()
-            .map(|(name, file)| (name.as_str(), 0o644, file.as_path())),
-    );
-    kernel.initramfs_with(&files, &initramfs)?;
     // The CIDs 0 to 2 are reserved.
     let cid = 3 + std::process::id();
     let device = format!("vhost-vsock-pci,guest-cid={cid}");
-    let mut guest = Qemu::stock(&kernel, &initramfs, &["-device", &device])?;
+    let kernel = &prepared.kernel;
+    let mut guest = Qemu::stock(kernel, &prepared.initramfs, &["-device", &device])?;
     guest.wait_for_shell().await?;
     guest.attach(&kernel.cli, &[]).await?;
+    traces(guest, prepared.kernel).await
+}
+
+/// Starts a guest of another monitor.
+type Start = fn(&Path, &StockKernel, &Path) -> Result<Foreign>;
+
+async fn traces_in(monitor: &str, start: Start) -> Result<()> {
+    let Some(prepared) = Prepared::make()? else {
+        return Ok(());
+    };
+    let Some(program) = programs::program(monitor, prepared.folder.path()) else {
+        return Ok(());
+    };
+    let mut guest = start(&program, &prepared.kernel, &prepared.initramfs)?;
+    guest.wait_for_shell().await?;
+    guest.attach(&prepared.kernel.cli).await?;
+    traces(guest, prepared.kernel).await
+}
+
+#[tokio::test]
+async fn the_agent_of_a_guest_of_firecracker_traces() -> Result<()> {
+    traces_in("firecracker", Foreign::firecracker).await
+}
+
+#[tokio::test]
+async fn the_agent_of_a_guest_of_cloud_hypervisor_traces() -> Result<()> {
+    traces_in("cloud-hypervisor", Foreign::cloud_hypervisor).await
+}
+
+/// Checks that the agent arms, fires, parks and streams events as in a guest of our monitor.
+async fn traces(guest: impl Attached, kernel: StockKernel) -> Result<()> {
     let mut lab = Lab { guest, kernel };
 
     let (armed, text) = lab.patchbay(&["trace", "arm", EXEC]).await?;
@@ -146,8 +238,8 @@ async fn the_agent_of_a_guest_of_qemu_traces() -> Result<()> {
 }
 
 /// Checks that `debug on --follow` reads lines of pr_debug() from the kernel's log. The attacher
-/// has no access to the guest's console, which belongs to QEMU.
-async fn follows_debug_lines(lab: &mut Lab) -> Result<()> {
+/// has no access to the guest's console, which belongs to the monitor.
+async fn follows_debug_lines(lab: &mut Lab<impl Attached>) -> Result<()> {
     lab.guest
         .shell("insmod /lib/modules/*-binfmt_misc.ko; mount -t binfmt_misc none /proc/sys/fs/binfmt_misc")
         .await?;
