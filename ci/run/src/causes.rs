@@ -11,8 +11,8 @@ use crate::ddmin::Search;
 pub const FOUND_MAX: usize = 4;
 
 /// Limit on the number of tests of one search. It exceeds the tests for four pairs among 1,000
-/// keys. A command that fails at random, or large sets that fail, could take the square of the number of
-/// keys.
+/// keys. A command that fails at random, or large sets that fail, could take the square of the
+/// number of keys.
 pub const TESTS_MAX: usize = 500;
 
 /// The outcome of a test of a set.

@@ -224,11 +224,15 @@ fn covering_runs(keys: Vec<Alone>) -> Vec<Row> {
     .collect()
 }
 
-/// Runs the command with several keys flipped. If it fails twice, finds the keys that fail together.
+/// Runs the command with several keys flipped. If it fails twice, finds the keys that fail
+/// together.
 async fn covering_run(runner: &mut Runner, row: Row, progress: &impl Progress) -> Result<Case> {
     let first = match runner.attempt(&row.name, &row.settings).await? {
         Attempt::Ran(case) if case.failed() => case,
-        Attempt::Ran(case) | Attempt::NotFlipped(case) => return Ok(case),
+        Attempt::Ran(case) => return Ok(case),
+        Attempt::NotFlipped(case) => {
+            return Ok(unsearched(case, "its pairs were not tested", &row.settings));
+        }
         Attempt::Refused(why) => {
             progress.note(&format!("{}: its pairs were not tested", row.name));
             let keys = shortened(&row.settings);
@@ -239,8 +243,16 @@ async fn covering_run(runner: &mut Runner, row: Row, progress: &impl Progress) -
     let again = format!("{}.repeated", row.name);
     let mut failing = match runner.attempt(&again, &row.settings).await? {
         Attempt::Ran(case) if case.failed() => case,
-        Attempt::Ran(_) => return Ok(once(first)),
-        Attempt::NotFlipped(_) | Attempt::Refused(_) => return Ok(first),
+        Attempt::Ran(_) => {
+            return Ok(unsearched(
+                first,
+                "it passed when it was repeated",
+                &row.settings,
+            ));
+        }
+        Attempt::NotFlipped(_) | Attempt::Refused(_) => {
+            return Ok(unsearched(first, "it could not be repeated", &row.settings));
+        }
     };
     progress.note(&format!(
         "{} fails with {} keys flipped; looking for the smallest sets: {}",
@@ -275,12 +287,11 @@ async fn covering_run(runner: &mut Runner, row: Row, progress: &impl Progress) -
     }
 }
 
-/// Returns the case of a run that failed, and passed when it was repeated.
-fn once(case: Case) -> Case {
+/// Returns the case of a failed run whose failure no search explains, with the reason and the keys.
+fn unsearched(case: Case, reason: &str, settings: &[Setting]) -> Case {
+    let keys = shortened(settings);
     let verdict = match case.verdict {
-        Verdict::Failed(why) => Verdict::Failed(format!(
-            "failed once, and passed when it was repeated: {why}"
-        )),
+        Verdict::Failed(why) => Verdict::Failed(format!("{why}; {reason}; with {keys}")),
         other => other,
     };
     Case { verdict, ..case }
@@ -363,15 +374,16 @@ mod tests {
     }
 
     #[test]
-    fn reasons_are_short_and_say_if_a_failure_did_not_recur() {
+    fn reasons_are_short_and_say_why_there_was_no_search() {
         let settings =
             |count| -> Vec<Setting> { passing(count).into_iter().map(|key| key.setting).collect() };
         assert_eq!(shortened(&settings(2)), "k0=on k1=on");
         assert!(shortened(&settings(25)).ends_with(" k9=on and 15 more"));
         let mut case = matrix::skipped("covering run 1".to_owned(), String::new());
         case.verdict = Verdict::Failed("exit status 1".to_owned());
-        let expected = "failed once, and passed when it was repeated: exit status 1";
-        assert_eq!(once(case).verdict, Verdict::Failed(expected.to_owned()));
+        let case = unsearched(case, "it passed when it was repeated", &settings(2));
+        let expected = "exit status 1; it passed when it was repeated; with k0=on k1=on";
+        assert_eq!(case.verdict, Verdict::Failed(expected.to_owned()));
     }
 
     /// Checks that each pair is flipped in one of the runs. The runs with no key and with one key
