@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs Debian's own kernel in our monitor, in QEMU with KVM, and with libkrun, a monitor that knows
-//! nothing of Patchbay. No kernel is built, nothing is installed in the guests, and the same
+//! Runs Debian's own kernel in our monitor, in QEMU with KVM, and with libkrun, a monitor that
+//! knows nothing of Patchbay. No kernel is built, nothing is installed in the guests, and the same
 //! commands have the same effect in all. Debug lines and trace events are read from the guests'
 //! memory, while their consoles print none of them. The exit status is 0 if every step had its
-//! effect in every guest. The guest of libkrun is left out if its crates cannot be built, or if this user
-//! may not read the memory of the host's kernel, which tells where the memory of such a guest is.
+//! effect in every guest. The guest of libkrun is left out if its crates cannot be built, or if
+//! this user may not read the memory of the host's kernel, which tells where the memory of such a
+//! guest is.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;

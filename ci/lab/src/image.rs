@@ -46,8 +46,8 @@ pub struct Image {
     pub modules: PathBuf,
 }
 
-/// Modules to load before [`MODULES`] if another kernel is named. They are parts of Debian's kernels
-/// since 6.12.
+/// Modules to load before [`MODULES`] if another kernel is named. They are parts of Debian's
+/// kernels since 6.12.
 const OF_OTHERS: &[&str] = &["virtio_pci", "virtio_console"];
 
 /// Returns the modules of the lab's kernel.

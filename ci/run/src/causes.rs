@@ -274,8 +274,8 @@ mod tests {
             prop_assert!(all_shown || searched.untested);
         }
 
-        /// Checks that every failing set of two or three numbers is found, up to the limit, and that
-        /// every other pair is in a set that passed.
+        /// Checks that every failing set of two or three numbers is found, up to the limit, and
+        /// that every other pair is in a set that passed.
         #[test]
         fn each_pair_passes_or_fails_in_a_set_that_is_found(
             (count, causes) in (2usize..30).prop_flat_map(|count| {

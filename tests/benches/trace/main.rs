@@ -9,8 +9,8 @@
 //! - events per second, losses, and the agent's memory;
 //! - all tracepoints of an unpatched kernel in one transaction, and its own `echo 1` and `echo 0`.
 //!
-//! Run it as `cargo xtask bench trace`. With the argument `memory` or `log` it runs only the comparison
-//! in `memory.rs` or `first_line.rs`. In the lab only ratios are meaningful.
+//! Run it as `cargo xtask bench trace`. With the argument `memory` or `log` it runs only the
+//! comparison in `memory.rs` or `first_line.rs`. In the lab only ratios are meaningful.
 
 mod cpu;
 #[path = "../flip/figures.rs"]

@@ -536,12 +536,12 @@ mod tests {
         assert!(error.contains("/nonexistent/console"), "{error}");
     }
 
-    /// A sink that blocks until the test drops the sender, and then panics.
+    /// A sink that blocks until the test drops the sender.
     struct Stuck(Receiver<()>);
 
     impl Write for Stuck {
         fn write(&mut self, _bytes: &[u8]) -> io::Result<usize> {
-            self.0.recv().expect("something to go on with");
+            self.0.recv().map_err(io::Error::other)?;
             unreachable!("nothing is sent")
         }
 
@@ -551,6 +551,20 @@ mod tests {
     }
 
     impl Sink for Stuck {}
+
+    struct Panicking;
+
+    impl Write for Panicking {
+        fn write(&mut self, _bytes: &[u8]) -> io::Result<usize> {
+            panic!("a write panics")
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl Sink for Panicking {}
 
     #[test]
     fn a_reader_that_stalls_does_not_hold_up_the_end() {
@@ -567,8 +581,7 @@ mod tests {
     #[test]
     fn a_panic_of_the_writer_ends_the_writer_alone() {
         let mut console = Console::new(&ConsoleOutput::None).unwrap();
-        let (_, broken) = channel();
-        let writer = start_writer(&console.ring, Box::new(Stuck(broken))).unwrap();
+        let writer = start_writer(&console.ring, Box::new(Panicking)).unwrap();
         console.writer = Mutex::new(Some(writer));
         type_out(&console, b"lost");
         // Returns because the writer has ended.

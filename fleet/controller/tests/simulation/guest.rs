@@ -501,7 +501,8 @@ impl Drop for Guest {
     }
 }
 
-/// Marks the fate of the change that the service has announced last, as an attacher's watchdog does.
+/// Marks the fate of the change that the service has announced last, as an attacher's watchdog
+/// does.
 fn mark(told: &[Told], made: bool, ledger: &Path) {
     let announced = told.iter().rev().find_map(|told| match told {
         Told::WillWrite(ledger) => *ledger,

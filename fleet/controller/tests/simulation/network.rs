@@ -44,7 +44,7 @@ struct Content {
 #[derive(Clone)]
 pub struct Network {
     content: Arc<Mutex<Content>>,
-    /// What the term at this end has from the registry.
+    /// The hosts of which the term at this end knows from the registry.
     pub hosts: Hosts,
 }
 
