@@ -81,7 +81,9 @@ impl Client {
     }
 
     async fn records(&mut self) -> Vec<KernelLogRecord> {
-        self.next().await.expect("no end").records
+        let message = self.next().await.expect("no end");
+        assert!(!message.records.is_empty(), "{message:?}");
+        message.records
     }
 }
 

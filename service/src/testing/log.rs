@@ -92,7 +92,9 @@ impl GuestLog {
             let written = write(writer);
             let is_new = before.iter().all(|byte| *byte == 0) || before == writer.memory();
             let (old, new) = (before.chunks(32), writer.memory().chunks(32));
-            for (address, (old, new)) in (BASE..).step_by(32).zip(old.zip(new)) {
+            let chunks: Vec<_> = (BASE..).step_by(32).zip(old.zip(new)).collect();
+            // The text is written first and the state of its record last, as by a kernel.
+            for (address, (old, new)) in chunks.into_iter().rev() {
                 if is_new || old != new {
                     let place = memory.locate(address, new.len()).expect("mapped");
                     memory.write(place, new).expect("writable");
