@@ -69,27 +69,6 @@ impl Foreign {
         Self::start(command, folder)
     }
 
-    /// Starts a guest of Cloud Hypervisor like that of [`Self::firecracker`].
-    pub fn cloud_hypervisor(
-        program: &Path,
-        kernel: &StockKernel,
-        initramfs: &Path,
-    ) -> Result<Self> {
-        let folder = tempfile::tempdir()?;
-        let socket = folder.path().join("v.sock");
-        let mut command = Command::new(program);
-        command
-            .arg("--kernel")
-            .arg(unpacked(kernel, folder.path())?)
-            .arg("--initramfs")
-            .arg(initramfs)
-            .args(["--cmdline", "console=ttyS0 panic=-1 quiet noxsave"])
-            .args(["--cpus", "boot=1", "--memory", "size=512M"])
-            .args(["--console", "off", "--serial", "tty", "--vsock"])
-            .arg(format!("cid=3,socket={}", socket.display()));
-        Self::start(command, folder)
-    }
-
     fn start(mut command: Command, folder: tempfile::TempDir) -> Result<Self> {
         let mut process = command
             .stdin(Stdio::piped())

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests the agent in guests of other monitors: of QEMU over vhost-vsock, and of Firecracker and Cloud
-//! Hypervisor over their own vsock devices, each of which is a Unix socket of the host.
+//! Tests the agent in guests of other monitors: of QEMU over vhost-vsock, and of Firecracker over its
+//! own vsock device, which is a Unix socket of the host.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -164,30 +164,18 @@ async fn the_agent_of_a_guest_of_qemu_traces() -> Result<()> {
     traces(guest, prepared.kernel).await
 }
 
-/// Starts a guest of another monitor.
-type Start = fn(&Path, &StockKernel, &Path) -> Result<Foreign>;
-
-async fn traces_in(monitor: &str, start: Start) -> Result<()> {
+#[tokio::test]
+async fn the_agent_of_a_guest_of_firecracker_traces() -> Result<()> {
     let Some(prepared) = Prepared::make()? else {
         return Ok(());
     };
-    let Some(program) = programs::program(monitor, prepared.folder.path()) else {
+    let Some(program) = programs::program("firecracker", prepared.folder.path()) else {
         return Ok(());
     };
-    let mut guest = start(&program, &prepared.kernel, &prepared.initramfs)?;
+    let mut guest = Foreign::firecracker(&program, &prepared.kernel, &prepared.initramfs)?;
     guest.wait_for_shell().await?;
     guest.attach(&prepared.kernel.cli).await?;
     traces(guest, prepared.kernel).await
-}
-
-#[tokio::test]
-async fn the_agent_of_a_guest_of_firecracker_traces() -> Result<()> {
-    traces_in("firecracker", Foreign::firecracker).await
-}
-
-#[tokio::test]
-async fn the_agent_of_a_guest_of_cloud_hypervisor_traces() -> Result<()> {
-    traces_in("cloud-hypervisor", Foreign::cloud_hypervisor).await
 }
 
 /// Checks that the agent arms, fires, parks and streams events as in a guest of our monitor.
