@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests the agent in guests of other monitors: of QEMU over vhost-vsock, and of Firecracker over its
-//! own vsock device, which is a Unix socket of the host.
+//! Tests the agent in guests of other monitors: of QEMU over vhost-vsock, and of Firecracker over
+//! its own vsock device, which is a Unix socket of the host.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
