@@ -189,8 +189,8 @@ pub fn build_tests_outside() -> Result<Vec<TestBinary>> {
 pub const LIBKRUN: &str = "attach/tests/libkrun";
 
 /// Builds the program that runs a guest with libkrun, and returns its path. The program has its own
-/// target directory, so that it can be built at the same time as the workspace. It is not optimised,
-/// because compiling it costs more than its guests do.
+/// target directory, so that it can be built at the same time as the workspace. It is not
+/// optimised, because compiling it costs more than its guests do.
 ///
 /// # Errors
 /// The build fails, for example because the crates are not cached and there is no network.
