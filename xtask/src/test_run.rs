@@ -252,8 +252,8 @@ impl TestRun {
 
     fn count(&mut self, Planned { heading, test }: Planned, report: Report) {
         if !report.failed() {
-            let rows = report.output.lines().filter(|line| line.starts_with("| "));
-            self.rows.extend(rows.map(str::to_owned));
+            self.rows
+                .extend(report.output.lines().filter_map(row).map(str::to_owned));
         }
         self.durations.add(&test, report.time);
         self.counts_of(heading).add_report(&report);
@@ -399,6 +399,16 @@ fn count_doc_tests(output: &str) -> Counts {
     counts
 }
 
+/// Returns the row of a table in a line of a test's output. The test's own name comes before its
+/// first line.
+fn row(line: &str) -> Option<&str> {
+    let rest = match line.split_once(" ... ") {
+        Some((name, rest)) if name.starts_with("test ") => rest,
+        _ => line,
+    };
+    rest.starts_with("| ").then_some(rest)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -541,6 +551,19 @@ mod tests {
         run.run_with(IN_LABS, tests.collect(), 2, || fail);
         run.repeat_with(|_, _| panic!("a test runs again"));
         assert_eq!(run.failures.len(), MAX_REPEATED + 1);
+    }
+
+    #[test]
+    fn rows_of_tables_are_found() {
+        let lines = [
+            "| a | 1 |",
+            "test one::two ... | b | 2 |",
+            "| is a pipe",
+            "x | y",
+            "test a ... ok",
+        ];
+        let rows: Vec<_> = lines.into_iter().filter_map(row).collect();
+        assert_eq!(rows, ["| a | 1 |", "| b | 2 |", "| is a pipe"]);
     }
 
     #[test]
