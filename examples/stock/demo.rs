@@ -15,7 +15,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use patchbay_examples::{open_shell, step, typed};
-use patchbay_tests::{Foreign, Guest, Qemu, StockKernel, TestGuest};
+use patchbay_tests::{Foreign, Guest, StockKernel, TestGuest, programs};
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 
@@ -47,24 +47,22 @@ struct Arguments {
 /// A guest with its monitor.
 enum Place {
     Ours(Guest),
-    Qemu(Qemu),
-    Libkrun(Foreign),
+    /// A guest of the monitor with this name.
+    Other(&'static str, Foreign),
 }
 
 impl Place {
     fn name(&self) -> &'static str {
         match self {
             Self::Ours(_) => "our monitor",
-            Self::Qemu(_) => "QEMU",
-            Self::Libkrun(_) => "libkrun",
+            Self::Other(name, _) => name,
         }
     }
 
     async fn shell(&mut self, command: &str) -> Result<String> {
         match self {
             Self::Ours(guest) => guest.shell(command).await,
-            Self::Qemu(guest) => guest.shell(command).await,
-            Self::Libkrun(guest) => guest.shell(command).await,
+            Self::Other(_, guest) => guest.shell(command).await,
         }
     }
 
@@ -79,7 +77,7 @@ impl Place {
                 let transcript = guest.console().transcript();
                 Ok(transcript.get(before..).unwrap_or_default().to_owned())
             }
-            Self::Qemu(_) | Self::Libkrun(_) => self.shell(command).await,
+            Self::Other(_, guest) => guest.shell(command).await,
         }
     }
 
@@ -87,16 +85,14 @@ impl Place {
     fn log(&self) -> String {
         match self {
             Self::Ours(guest) => guest.monitor_log(),
-            Self::Qemu(guest) => guest.attacher_log(),
-            Self::Libkrun(guest) => guest.attacher_log(),
+            Self::Other(_, guest) => guest.attacher_log(),
         }
     }
 
     fn socket(&self) -> PathBuf {
         match self {
             Self::Ours(guest) => guest.socket().to_owned(),
-            Self::Qemu(guest) => guest.socket(),
-            Self::Libkrun(guest) => guest.socket(),
+            Self::Other(_, guest) => guest.socket(),
         }
     }
 }
@@ -235,7 +231,7 @@ async fn main() -> Result<()> {
 
 /// Boots all guests and attaches to those of other monitors. The guest of our monitor is the first.
 async fn boot(kernel: &StockKernel) -> Result<Vec<Place>> {
-    let libkrun = match Foreign::libkrun_program() {
+    let libkrun = match programs::libkrun() {
         Ok(program) => match std::fs::File::open("/proc/kcore") {
             Ok(_) => Some(Foreign::libkrun(&program, kernel)?),
             Err(error) => {
@@ -248,17 +244,17 @@ async fn boot(kernel: &StockKernel) -> Result<Vec<Place>> {
             None
         }
     };
-    let mut qemu = Qemu::stock(kernel, &kernel.initramfs, &[])?;
+    let mut qemu = Foreign::qemu(kernel, &kernel.initramfs, &[])?;
     let ours = Guest::stock(kernel).boot().await?;
     qemu.wait_for_shell().await?;
     println!("   patchbay attach qemu --qmp SOCKET &");
     qemu.attach(&kernel.cli, &[]).await?;
-    let mut places = vec![Place::Ours(ours), Place::Qemu(qemu)];
+    let mut places = vec![Place::Ours(ours), Place::Other("QEMU", qemu)];
     if let Some(mut libkrun) = libkrun {
         libkrun.wait_for_shell().await?;
-        println!("   patchbay attach process {} &", libkrun.pid()?);
-        libkrun.attach(&kernel.cli).await?;
-        places.push(Place::Libkrun(libkrun));
+        println!("   patchbay attach process {} &", libkrun.pid);
+        libkrun.attach(&kernel.cli, &[]).await?;
+        places.push(Place::Other("libkrun", libkrun));
     }
     Ok(places)
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs a guest in a monitor that does not cooperate, and the attacher that serves its API.
+//! Runs a guest in another monitor, and the attacher that serves its API.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -8,30 +8,38 @@ use anyhow::{Context, Result};
 use serde_json::json;
 use tokio::process::{Child, Command};
 
-use crate::StockKernel;
 use crate::attacher::{self, Attacher};
 use crate::serial::SerialConsole;
+use crate::{Qemu, StockKernel};
 
 /// A running monitor and the attacher of its guest; both end when this is dropped.
 #[derive(Debug)]
 pub struct Foreign {
-    process: Child,
+    /// The id of the monitor's process.
+    pub pid: u32,
+    _process: Child,
     console: SerialConsole,
     attacher: Option<Attacher>,
+    /// The words after `patchbay attach` that name the guest.
+    target: Vec<String>,
     folder: tempfile::TempDir,
 }
 
 impl Foreign {
-    /// Returns the program that runs a guest with libkrun, or the reason why there is none.
-    ///
-    /// # Errors
-    /// The program is not built.
-    pub fn libkrun_program() -> Result<PathBuf, String> {
-        let program = std::env::var_os("PATCHBAY_TEST_LIBKRUN").map(PathBuf::from);
-        program.ok_or_else(|| {
-            let reason = std::env::var("PATCHBAY_TEST_NO_LIBKRUN");
-            reason.unwrap_or_else(|_| "PATCHBAY_TEST_LIBKRUN is not set".to_owned())
-        })
+    /// Starts a guest of QEMU with KVM, 1 vCPU and a kernel of a distribution, without waiting for
+    /// the guest.
+    pub fn qemu(kernel: &StockKernel, initramfs: &Path, devices: &[&str]) -> Result<Self> {
+        let machine = ["-accel", "kvm", "-cpu", "host", "-smp", "1", "-m", "512M"];
+        let memory = [
+            "-machine",
+            "q35,memory-backend=ram",
+            "-object",
+            "memory-backend-memfd,id=ram,size=512M,share=on",
+        ];
+        let options = [&machine[..], &memory, devices].concat();
+        let qemu = Qemu::start(&kernel.kernel, initramfs, "quiet noxsave", &options)?;
+        let qemu = qemu.context("there is no qemu-system-x86_64; install qemu-system-x86")?;
+        Ok(qemu.guest)
     }
 
     /// Starts a guest of libkrun with 1 vCPU, 512 MiB and a kernel of a distribution, without
@@ -69,7 +77,9 @@ impl Foreign {
         Self::start(command, folder)
     }
 
-    fn start(mut command: Command, folder: tempfile::TempDir) -> Result<Self> {
+    /// Starts a monitor whose standard input and output are the guest's serial console. The
+    /// attacher finds the guest by the monitor's process.
+    pub(crate) fn start(mut command: Command, folder: tempfile::TempDir) -> Result<Self> {
         let mut process = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -77,10 +87,13 @@ impl Foreign {
             .spawn()
             .with_context(|| format!("{command:?} cannot be started"))?;
         let console = SerialConsole::of(&mut process)?;
+        let pid = process.id().context("the monitor has ended")?;
         Ok(Self {
-            process,
+            pid,
+            _process: process,
             console,
             attacher: None,
+            target: vec!["process".to_owned(), pid.to_string()],
             folder,
         })
     }
@@ -90,17 +103,31 @@ impl Foreign {
         self.console.wait_for_shell().await
     }
 
-    /// Attaches to the guest by its process.
-    pub async fn attach(&mut self, cli: &Path) -> Result<()> {
-        let pid = self.pid()?.to_string();
-        let arguments = ["process", &pid];
-        self.attacher = Some(Attacher::start(cli, self.folder.path(), arguments).await?);
+    /// Makes attachers find the guest by these words, instead of by the monitor's process.
+    pub(crate) fn named(self, target: Vec<String>) -> Self {
+        Self { target, ..self }
+    }
+
+    /// Attaches to the guest, with additional options. An earlier attacher ends first.
+    pub async fn attach(&mut self, cli: &Path, options: &[&str]) -> Result<()> {
+        self.detach().await?;
+        let target = self.target.iter().map(String::as_str);
+        let words = target.chain(options.iter().copied());
+        self.attacher = Some(Attacher::start(cli, self.folder.path(), words).await?);
         Ok(())
     }
 
-    /// Returns the id of the monitor's process.
-    pub fn pid(&self) -> Result<u32> {
-        self.process.id().context("the monitor has ended")
+    /// Ends the attacher.
+    pub async fn detach(&mut self) -> Result<()> {
+        if let Some(attacher) = self.attacher.take() {
+            attacher.kill().await?;
+        }
+        Ok(())
+    }
+
+    /// Returns the process id of the attacher.
+    pub fn attacher_pid(&self) -> Option<u32> {
+        self.attacher.as_ref()?.pid()
     }
 
     /// Returns the attacher's API socket.

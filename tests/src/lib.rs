@@ -25,6 +25,8 @@ mod disk;
 mod environment;
 mod foreign;
 mod guest;
+#[path = "../../attach/tests/support/programs.rs"]
+pub mod programs;
 mod qemu;
 mod serial;
 mod tracepoints;

@@ -1,32 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs a guest in QEMU: its console, its QMP socket, and the attacher that serves its API.
+//! Runs a guest in QEMU, with its QMP socket.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
-use tokio::process::{Child, Command};
+use tokio::process::Command;
 
-use crate::StockKernel;
-use crate::attacher::{self, Attacher};
-use crate::serial::SerialConsole;
+use crate::Foreign;
 
 /// Timeout for QEMU's answers. It is long, because an emulated computer is slow.
 const PATIENCE: Duration = Duration::from_secs(480);
 
-/// A running QEMU and its attacher; both end when this is dropped.
+/// A guest of QEMU, and a client of its QMP socket.
 #[derive(Debug)]
 pub struct Qemu {
-    _process: Child,
-    console: SerialConsole,
+    pub guest: Foreign,
+    socket: PathBuf,
     qmp: Option<BufReader<UnixStream>>,
-    attacher: Option<Attacher>,
-    folder: tempfile::TempDir,
 }
 
 impl Qemu {
@@ -51,48 +46,31 @@ impl Qemu {
             .arg("-initrd")
             .arg(initramfs)
             .args(["-append", &format!("console=ttyS0 panic=-1 {append}")])
-            .args(options)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .kill_on_drop(true);
-        let mut process = match command.spawn() {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            process => process?,
-        };
-        let console = SerialConsole::of(&mut process)?;
-        Ok(Some(Self {
-            _process: process,
-            console,
-            qmp: None,
-            attacher: None,
-            folder,
-        }))
-    }
-
-    /// Starts QEMU with KVM, 1 vCPU and a kernel of a distribution.
-    pub fn stock(kernel: &StockKernel, initramfs: &Path, devices: &[&str]) -> Result<Self> {
-        let machine = ["-accel", "kvm", "-cpu", "host", "-smp", "1", "-m", "512M"];
-        let memory = [
-            "-machine",
-            "q35,memory-backend=ram",
-            "-object",
-            "memory-backend-memfd,id=ram,size=512M,share=on",
+            .args(options);
+        let target = [
+            "qemu",
+            "--qmp",
+            &qmp.display().to_string(),
+            "--name",
+            "qemu",
         ];
-        let options = [&machine[..], &memory, devices].concat();
-        Self::start(&kernel.kernel, initramfs, "quiet noxsave", &options)?
-            .context("there is no qemu-system-x86_64; install qemu-system-x86")
-    }
-
-    /// Waits until the guest's shell reads the console.
-    pub async fn wait_for_shell(&mut self) -> Result<()> {
-        self.console.wait_for_shell().await
+        let target = target.map(str::to_owned).to_vec();
+        let guest = match Foreign::start(command, folder) {
+            Err(error) if is_missing(&error) => return Ok(None),
+            guest => guest?.named(target),
+        };
+        Ok(Some(Self {
+            guest,
+            socket: qmp,
+            qmp: None,
+        }))
     }
 
     /// Runs a command of QMP and returns QEMU's answer. The guest must have booted, and no other
     /// client may be connected to the QMP socket.
     pub async fn command(&mut self, name: &str, arguments: Value) -> Result<Value> {
         if self.qmp.is_none() {
-            let stream = UnixStream::connect(self.folder.path().join("qmp")).await?;
+            let stream = UnixStream::connect(&self.socket).await?;
             let mut qmp = BufReader::new(stream);
             // QMP requires this command before any other.
             tokio::time::timeout(PATIENCE, answer(&mut qmp, "qmp_capabilities", &json!({})))
@@ -105,43 +83,12 @@ impl Qemu {
             .await
             .with_context(|| format!("QEMU does not answer {name}"))?
     }
+}
 
-    /// Ends the attacher.
-    pub async fn detach(&mut self) -> Result<()> {
-        if let Some(attacher) = self.attacher.take() {
-            attacher.kill().await?;
-        }
-        Ok(())
-    }
-
-    /// Attaches to the guest, with additional options. An earlier attacher ends first.
-    pub async fn attach(&mut self, cli: &Path, options: &[&str]) -> Result<()> {
-        self.detach().await?;
-        let qmp = self.folder.path().join("qmp").display().to_string();
-        let arguments = [&["qemu", "--qmp", &qmp, "--name", "qemu"], options].concat();
-        self.attacher = Some(Attacher::start(cli, self.folder.path(), arguments).await?);
-        Ok(())
-    }
-
-    /// Returns the process id of the attacher.
-    pub fn attacher_pid(&self) -> Option<u32> {
-        self.attacher.as_ref()?.pid()
-    }
-
-    /// Returns the attacher's API socket.
-    pub fn socket(&self) -> PathBuf {
-        attacher::socket(self.folder.path())
-    }
-
-    /// Returns the output of the attacher.
-    pub fn attacher_log(&self) -> String {
-        attacher::log(self.folder.path())
-    }
-
-    /// Runs a command in the guest's shell and returns its output.
-    pub async fn shell(&mut self, command: &str) -> Result<String> {
-        self.console.shell(command).await
-    }
+/// Returns whether there is no such program.
+fn is_missing(error: &anyhow::Error) -> bool {
+    let error = error.downcast_ref::<std::io::Error>();
+    error.is_some_and(|error| error.kind() == ErrorKind::NotFound)
 }
 
 /// Sends a command of QMP and waits for its answer. Skips events and the greeting.

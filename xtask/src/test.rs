@@ -76,8 +76,7 @@ const ATTACHES: &[&str] = &[
     "patchbay-host-kernel::linux_slots",
 ];
 
-/// The environment variable that names a folder with the programs of other monitors, for
-/// `patchbay-attach::linux_process`.
+/// The environment variable that names a folder with the programs of other monitors.
 const MONITORS: &str = "PATCHBAY_TEST_MONITORS";
 
 /// The tests with a guest of libkrun.

@@ -19,30 +19,22 @@ use patchbay_host_kernel::{HostKernel, Verdict};
 use serde_json::json;
 
 use super::process::{host, readable};
-use super::programs::program;
+use super::programs::{self, program};
 use super::stock::{self, Boot};
 use super::{
     Accelerator, COUNTER, DEADLINE, END, Memory, Process, SCRATCH, checked, count, keys_of,
     options, until,
 };
 
-/// The program that runs a guest with libkrun.
-const LIBKRUN: &str = "PATCHBAY_TEST_LIBKRUN";
-/// The reason why there is no such program.
-const NO_LIBKRUN: &str = "PATCHBAY_TEST_NO_LIBKRUN";
 /// The code of a guest that counts.
 const ENTRY: std::ops::Range<u64> = 0x100_0000..0x100_0009;
 
 /// Returns the path of the program that runs a guest with libkrun. Prints a message and returns
 /// `None` if it is not built.
 fn libkrun_guest() -> Option<PathBuf> {
-    let program = std::env::var_os(LIBKRUN).map(PathBuf::from);
-    if program.is_none() {
-        let reason = std::env::var(NO_LIBKRUN);
-        let reason = reason.unwrap_or_else(|_| format!("{LIBKRUN} is not set"));
-        eprintln!("SKIPPED: no guest of libkrun: {reason}");
-    }
-    program
+    programs::libkrun()
+        .inspect_err(|reason| eprintln!("SKIPPED: no guest of libkrun: {reason}"))
+        .ok()
 }
 
 /// Writes an ELF kernel that counts at [`COUNTER`], and returns its path. It is entered in 32-bit

@@ -34,3 +34,15 @@ pub fn program(name: &str, folder: &Path) -> Option<PathBuf> {
     }
     found
 }
+
+/// Returns the program that runs a guest with libkrun, or the reason why there is none.
+///
+/// # Errors
+/// The program is not built.
+pub fn libkrun() -> Result<PathBuf, String> {
+    let program = std::env::var_os("PATCHBAY_TEST_LIBKRUN").map(PathBuf::from);
+    program.ok_or_else(|| {
+        let reason = std::env::var("PATCHBAY_TEST_NO_LIBKRUN");
+        reason.unwrap_or_else(|_| "PATCHBAY_TEST_LIBKRUN is not set".to_owned())
+    })
+}

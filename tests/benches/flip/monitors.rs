@@ -8,7 +8,7 @@ use patchbay_proto::v1::{
     KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest, ResultView, StaticKey,
     UpdateStaticKeysRequest,
 };
-use patchbay_tests::{Guest, Qemu, StockKernel, TestGuest, connect};
+use patchbay_tests::{Foreign, Guest, StockKernel, TestGuest, connect};
 use tonic::transport::Channel;
 
 use super::figures::Samples;
@@ -57,7 +57,7 @@ pub async fn compare() -> Result<()> {
         return Ok(());
     };
     let mut ours = Guest::stock(&kernel).boot().await?;
-    let mut qemu = Qemu::stock(&kernel, &kernel.initramfs, &[])?;
+    let mut qemu = Foreign::qemu(&kernel, &kernel.initramfs, &[])?;
     qemu.wait_for_shell().await?;
     let names = lines(&mut ours.static_keys()).await?;
     // Messages on the console would slow the guest down.

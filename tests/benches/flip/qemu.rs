@@ -33,7 +33,7 @@ pub async fn measure(
     let Some(mut qemu) = Qemu::start(kernel, initramfs, append, &options.concat())? else {
         return Ok(None);
     };
-    qemu.wait_for_shell().await?;
+    qemu.guest.wait_for_shell().await?;
     // The first command also connects.
     qemu.command("query-status", json!({})).await?;
     let mut times = Times::default();

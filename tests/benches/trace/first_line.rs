@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use patchbay_proto::v1::stream_kernel_log_request::Start;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 use patchbay_proto::v1::{KernelLogSource, StreamKernelLogRequest};
-use patchbay_tests::{Guest, Qemu, StockKernel, TestGuest, connect};
+use patchbay_tests::{Foreign, Guest, StockKernel, TestGuest, connect};
 use tonic::transport::Channel;
 
 use crate::figures::Samples;
@@ -48,7 +48,7 @@ async fn in_our_monitor(kernel: &StockKernel) -> Result<()> {
 }
 
 async fn in_qemu(kernel: &StockKernel) -> Result<()> {
-    let mut guest = Qemu::stock(kernel, &kernel.initramfs, &[])?;
+    let mut guest = Foreign::qemu(kernel, &kernel.initramfs, &[])?;
     guest.wait_for_shell().await?;
     let (mut served, mut first, mut again) = <(Samples, Samples, Samples)>::default();
     for _ in 0..TIMES {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 use patchbay_proto::v1::{KernelLogSource, StreamKernelLogRequest, StreamKernelLogResponse};
-use patchbay_tests::{Guest, Qemu};
+use patchbay_tests::{Foreign, Guest};
 use tonic::Streaming;
 use tonic::transport::Channel;
 
@@ -49,7 +49,7 @@ impl Writer for Guest {
     }
 }
 
-impl Writer for Qemu {
+impl Writer for Foreign {
     async fn execute(&mut self, command: &str) -> Result<String> {
         self.shell(command).await
     }

@@ -156,6 +156,15 @@ const WORK: Work = Work {
     events: SCHED,
 };
 
+async fn follow(guest: &mut Guest, source: TraceSource) -> Result<EventStream> {
+    let request = StreamTracepointEventsRequest {
+        source: source.into(),
+        max_events_per_second: MAX_RATE,
+        ..Default::default()
+    };
+    EventStream::open(&mut guest.tracepoints(), request).await
+}
+
 /// Starts to record.
 async fn begin(guest: &mut Guest, reader: Reader, events: Load) -> Result<Option<EventStream>> {
     let top = format!("cd {TRACING}; echo 0 >tracing_on; echo >trace; cd /");
@@ -164,22 +173,12 @@ async fn begin(guest: &mut Guest, reader: Reader, events: Load) -> Result<Option
         Reader::NoEvents => return Ok(None),
         Reader::Nobody => {}
         Reader::Memory => {
-            let request = StreamTracepointEventsRequest {
-                source: TraceSource::Memory.into(),
-                max_events_per_second: MAX_RATE,
-                ..Default::default()
-            };
-            let stream = EventStream::open(&mut guest.tracepoints(), request).await?;
+            let stream = follow(guest, TraceSource::Memory).await?;
             enable(guest, events.tracefs).await?;
             return Ok(Some(stream));
         }
         Reader::Agent => {
-            let request = StreamTracepointEventsRequest {
-                source: TraceSource::Agent.into(),
-                max_events_per_second: MAX_RATE,
-                ..Default::default()
-            };
-            let stream = EventStream::open(&mut guest.tracepoints(), request).await?;
+            let stream = follow(guest, TraceSource::Agent).await?;
             guest.arm(&[events.agent]).await?;
             guest.fire(&[events.agent]).await?;
             return Ok(Some(stream));

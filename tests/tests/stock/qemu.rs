@@ -80,7 +80,7 @@ impl Guest {
             ram: Ram(file),
             _folder: own,
         };
-        guest.qemu.wait_for_shell().await?;
+        guest.qemu.guest.wait_for_shell().await?;
         guest
             .shell("for module in /lib/modules/*.ko; do insmod $module; done")
             .await?;
@@ -89,7 +89,7 @@ impl Guest {
 
     /// Runs a line in the guest, and returns its output.
     pub async fn shell(&mut self, line: &str) -> Result<String> {
-        self.qemu.shell(line).await
+        self.qemu.guest.shell(line).await
     }
 
     pub async fn stop(&mut self) -> Result<()> {

@@ -10,15 +10,12 @@ use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 use patchbay_proto::v1::{StreamTracepointEventsRequest, TraceEvent};
 use patchbay_tests::{
-    AGENT_INSTANCE, Environment, EventStream, Foreign, Qemu, StockKernel, connect, skip, until,
+    AGENT_INSTANCE, Environment, EventStream, Foreign, StockKernel, connect, programs, skip, until,
 };
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 
 use super::BINFMT;
-
-#[path = "../../../../attach/tests/support/programs.rs"]
-mod programs;
 
 /// The guest's drivers for vsock, in the order in which they can be loaded.
 const MODULES: [&str; 4] = [
@@ -29,51 +26,13 @@ const MODULES: [&str; 4] = [
 ];
 const EXEC: &str = "sched:sched_process_exec";
 
-/// A guest to which an attacher is attached.
-trait Attached {
-    /// Runs a command in the guest's shell and returns its output.
-    async fn shell(&mut self, command: &str) -> Result<String>;
-    /// Returns the attacher's API socket.
-    fn socket(&self) -> PathBuf;
-    /// Returns the output of the attacher.
-    fn attacher_log(&self) -> String;
-}
-
-impl Attached for Qemu {
-    async fn shell(&mut self, command: &str) -> Result<String> {
-        Self::shell(self, command).await
-    }
-
-    fn socket(&self) -> PathBuf {
-        Self::socket(self)
-    }
-
-    fn attacher_log(&self) -> String {
-        Self::attacher_log(self)
-    }
-}
-
-impl Attached for Foreign {
-    async fn shell(&mut self, command: &str) -> Result<String> {
-        Self::shell(self, command).await
-    }
-
-    fn socket(&self) -> PathBuf {
-        Self::socket(self)
-    }
-
-    fn attacher_log(&self) -> String {
-        Self::attacher_log(self)
-    }
-}
-
 /// A guest whose attacher the CLI calls.
-struct Lab<G> {
-    guest: G,
+struct Lab {
+    guest: Foreign,
     kernel: StockKernel,
 }
 
-impl<G: Attached> Lab<G> {
+impl Lab {
     /// Runs the CLI, and returns whether it succeeded and its output.
     async fn patchbay(&self, words: &[&str]) -> Result<(bool, String)> {
         let mut command = Command::new(&self.kernel.cli);
@@ -157,10 +116,8 @@ async fn the_agent_of_a_guest_of_qemu_traces() -> Result<()> {
     // The CIDs 0 to 2 are reserved.
     let cid = 3 + std::process::id();
     let device = format!("vhost-vsock-pci,guest-cid={cid}");
-    let kernel = &prepared.kernel;
-    let mut guest = Qemu::stock(kernel, &prepared.initramfs, &["-device", &device])?;
-    guest.wait_for_shell().await?;
-    guest.attach(&kernel.cli, &[]).await?;
+    let options = ["-device", &device];
+    let guest = Foreign::qemu(&prepared.kernel, &prepared.initramfs, &options)?;
     traces(guest, prepared.kernel).await
 }
 
@@ -172,14 +129,14 @@ async fn the_agent_of_a_guest_of_firecracker_traces() -> Result<()> {
     let Some(program) = programs::program("firecracker", prepared.folder.path()) else {
         return Ok(());
     };
-    let mut guest = Foreign::firecracker(&program, &prepared.kernel, &prepared.initramfs)?;
-    guest.wait_for_shell().await?;
-    guest.attach(&prepared.kernel.cli).await?;
+    let guest = Foreign::firecracker(&program, &prepared.kernel, &prepared.initramfs)?;
     traces(guest, prepared.kernel).await
 }
 
 /// Checks that the agent arms, fires, parks and streams events as in a guest of our monitor.
-async fn traces(guest: impl Attached, kernel: StockKernel) -> Result<()> {
+async fn traces(mut guest: Foreign, kernel: StockKernel) -> Result<()> {
+    guest.wait_for_shell().await?;
+    guest.attach(&kernel.cli, &[]).await?;
     let mut lab = Lab { guest, kernel };
 
     let (armed, text) = lab.patchbay(&["trace", "arm", EXEC]).await?;
@@ -227,7 +184,7 @@ async fn traces(guest: impl Attached, kernel: StockKernel) -> Result<()> {
 
 /// Checks that `debug on --follow` reads lines of pr_debug() from the kernel's log. The attacher
 /// has no access to the guest's console, which belongs to the monitor.
-async fn follows_debug_lines(lab: &mut Lab<impl Attached>) -> Result<()> {
+async fn follows_debug_lines(lab: &mut Lab) -> Result<()> {
     lab.guest
         .shell("insmod /lib/modules/*-binfmt_misc.ko; mount -t binfmt_misc none /proc/sys/fs/binfmt_misc")
         .await?;

@@ -15,7 +15,7 @@ use patchbay_proto::v1::{
     StreamKernelLogResponse, UpdateStaticKeysRequest,
 };
 use patchbay_testing::connect;
-use patchbay_tests::{Guest, Qemu, StockKernel, TestGuest, skip};
+use patchbay_tests::{Foreign, Guest, StockKernel, TestGuest, skip};
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 use tonic::Streaming;
@@ -196,7 +196,7 @@ async fn in_qemu(version: &str) -> Result<()> {
         skip("there is no qemu-system-x86_64");
         return Ok(());
     }
-    let mut guest = Qemu::stock(&kernel, &kernel.initramfs, &[])?;
+    let mut guest = Foreign::qemu(&kernel, &kernel.initramfs, &[])?;
     guest.wait_for_shell().await?;
     let own = guest.shell(KMSG).await?;
     guest.attach(&kernel.cli, &[]).await?;
