@@ -175,10 +175,10 @@ pub struct SaveRequest {
     pub sink: Box<dyn MemorySink + Send>,
 }
 
-#[cfg(test)]
+#[cfg(any(test, feature = "testing"))]
 impl SaveRequest {
     /// Creates a request whose memory nobody takes.
-    pub(super) fn to_nobody() -> Self {
+    pub fn to_nobody() -> Self {
         use patchbay_guest::snapshot::SinkClosed;
 
         struct Nobody;

@@ -4,10 +4,9 @@
 //! keys and claims stay as they were.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
 
 use patchbay_fleet::rollout::Millis;
-use patchbay_guest::snapshot::{MemorySink, SinkClosed};
+
 use patchbay_proto::v1;
 use patchbay_service::keys::SaveRequest;
 use patchbay_service::keys::claims::CopiedHolds;
@@ -28,19 +27,6 @@ pub struct Snapshot {
     boot: String,
 }
 
-/// A receiver that has gone. The guest in memory keeps what the service saves.
-struct Nobody;
-
-impl MemorySink for Nobody {
-    fn take(&mut self, _: u64, _: Vec<u8>) -> Result<(), SinkClosed> {
-        Err(SinkClosed)
-    }
-
-    fn check(&mut self) -> Result<(), SinkClosed> {
-        Ok(())
-    }
-}
-
 impl Guest {
     /// Starts a copy of this guest, whose service must run. `number` is not the number of another
     /// guest.
@@ -53,11 +39,7 @@ impl Guest {
         number: u64,
     ) -> Option<Self> {
         let page = self.claims(runtime, now, "").ok()?;
-        let request = SaveRequest {
-            timeout: Duration::from_secs(10),
-            sink: Box::new(Nobody),
-        };
-        let saved = runtime.block_on(self.service()?.save(request));
+        let saved = runtime.block_on(self.service()?.save(SaveRequest::to_nobody()));
         saved.expect_err("nobody receives the memory");
         let ledger = self.vm.saved().pop()?.ledger;
         let mut copy = self.twin(name, host, number);
