@@ -536,13 +536,12 @@ mod tests {
         assert!(error.contains("/nonexistent/console"), "{error}");
     }
 
-    /// A sink that blocks until the test drops the sender.
-    struct Stuck(Receiver<()>);
+    /// A sink whose writes are calls of the function.
+    struct Calling<F>(F);
 
-    impl Write for Stuck {
+    impl<F: FnMut() -> io::Result<usize> + Send> Write for Calling<F> {
         fn write(&mut self, _bytes: &[u8]) -> io::Result<usize> {
-            self.0.recv().map_err(io::Error::other)?;
-            unreachable!("nothing is sent")
+            (self.0)()
         }
 
         fn flush(&mut self) -> io::Result<()> {
@@ -550,27 +549,15 @@ mod tests {
         }
     }
 
-    impl Sink for Stuck {}
-
-    struct Panicking;
-
-    impl Write for Panicking {
-        fn write(&mut self, _bytes: &[u8]) -> io::Result<usize> {
-            panic!("a write panics")
-        }
-
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-
-    impl Sink for Panicking {}
+    impl<F: FnMut() -> io::Result<usize> + Send> Sink for Calling<F> {}
 
     #[test]
     fn a_reader_that_stalls_does_not_hold_up_the_end() {
         let mut console = Console::new(&ConsoleOutput::None).unwrap();
         let (stall, stalled) = channel();
-        let writer = start_writer(&console.ring, Box::new(Stuck(stalled))).unwrap();
+        // Blocks until the test drops the sender.
+        let stuck = move || stalled.recv().map_err(io::Error::other);
+        let writer = start_writer(&console.ring, Box::new(Calling(stuck))).unwrap();
         console.writer = Mutex::new(Some(writer));
         type_out(&console, b"unread");
         console.close();
@@ -581,7 +568,8 @@ mod tests {
     #[test]
     fn a_panic_of_the_writer_ends_the_writer_alone() {
         let mut console = Console::new(&ConsoleOutput::None).unwrap();
-        let writer = start_writer(&console.ring, Box::new(Panicking)).unwrap();
+        let panics = || panic!("a write panics");
+        let writer = start_writer(&console.ring, Box::new(Calling(panics))).unwrap();
         console.writer = Mutex::new(Some(writer));
         type_out(&console, b"lost");
         // Returns because the writer has ended.
