@@ -126,18 +126,17 @@ pub async fn together(
     if settings.is_empty() {
         return Ok(cases);
     }
-    let (mut case, ran) = match runner.attempt(TOGETHER, &settings).await? {
-        Attempt::Ran(case) => (case, true),
-        Attempt::NotFlipped(case) => (case, false),
+    let case = match runner.attempt(TOGETHER, &settings).await? {
+        Attempt::Ran(case) if case.failed() => {
+            progress.note(&format!(
+                "fails with all {} keys flipped; looking for the smallest set",
+                settings.len()
+            ));
+            smallest(runner, &settings, case, progress).await?
+        }
+        Attempt::Ran(case) | Attempt::NotFlipped(case) => case,
         Attempt::Refused(why) => bail!("the keys cannot be flipped together: {why}"),
     };
-    if ran && case.failed() {
-        progress.note(&format!(
-            "fails with all {} keys flipped; looking for the smallest set",
-            settings.len()
-        ));
-        case = smallest(runner, &settings, case, progress).await?;
-    }
     progress.case(&case);
     cases.push(case);
     Ok(cases)
