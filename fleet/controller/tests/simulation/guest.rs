@@ -205,7 +205,7 @@ impl Guest {
         let at = Arc::clone(&copies);
         vm.on_resume(move || locked(&at).copy(|copies| &mut copies.at_resume));
         let _ = std::fs::remove_file(&locked(&copies).path);
-        Self {
+        let mut guest = Self {
             name: name.to_owned(),
             number,
             homes: BTreeSet::from([host.to_owned()]),
@@ -237,7 +237,10 @@ impl Guest {
             shown: 0,
             is_settled: false,
             copies,
-        }
+        };
+        // An earlier seed that ended early leaves a full disk.
+        guest.fill_disk(false);
+        guest
     }
 
     /// Returns the service, if it runs.
