@@ -42,6 +42,8 @@ mod process;
 const FOLDER: &str = "PATCHBAY_FOLLOWERS_FOLDER";
 const GUESTS: &str = "PATCHBAY_FOLLOWERS_GUESTS";
 const DEFAULT_GUESTS: usize = 1000;
+/// The number of guests that fit into one page of the daemon's list.
+const MAX_GUESTS: i32 = 10_000;
 /// The line that this process prints when it serves, and after each line that it was asked for.
 const READY: &str = "ready";
 /// The number of streams of one connection. The daemon permits 128 calls.
@@ -252,6 +254,10 @@ impl Processes {
 }
 
 async fn follow(number: usize) -> Result<()> {
+    ensure!(
+        i32::try_from(number).is_ok_and(|number| (1..=MAX_GUESTS).contains(&number)),
+        "the number of guests must be between 1 and {MAX_GUESTS}"
+    );
     let Some(program) = std::env::var_os("PATCHBAYD") else {
         patchbay_tests::skip("PATCHBAYD is not set; `cargo xtask bench log` sets it");
         return Ok(());
@@ -272,7 +278,7 @@ async fn follow(number: usize) -> Result<()> {
         .stdout(Stdio::null())
         .spawn()?;
     let mut processes = Processes { host, daemon };
-    let names = list(&socket, number).await?;
+    let names = list(&mut processes.daemon, &socket, number).await?;
     println!(
         "\n| {number} guests in memory, of one daemon | guests' process | patchbayd | client |"
     );
@@ -306,14 +312,15 @@ async fn follow(number: usize) -> Result<()> {
 }
 
 /// Waits until the daemon serves all guests, and returns their names.
-async fn list(socket: &Path, number: usize) -> Result<Vec<String>> {
+async fn list(daemon: &mut Child, socket: &Path, number: usize) -> Result<Vec<String>> {
     while !socket.exists() {
+        ensure!(daemon.try_wait()?.is_none(), "patchbayd has ended");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let mut client = GuestServiceClient::new(connect(socket).await?);
     loop {
         let request = ListGuestsRequest {
-            page_size: 10_000,
+            page_size: MAX_GUESTS,
             ..Default::default()
         };
         let guests = client.list_guests(request).await?.into_inner().guests;
