@@ -4,6 +4,16 @@
 //! `PATCHBAY_STOCK_FLIPS` sets the number of the host's transactions in the storm (default 200),
 //! and `PATCHBAY_STOCK_REBOOTS` the number of the guest's reboots meanwhile (default 1).
 
+/// Defines a test for each kernel that only `cargo xtask test --kernels all` provides.
+macro_rules! of_other_kernels {
+    ($function:ident: $($test:ident $kernel:literal,)*) => {$(
+        #[tokio::test]
+        async fn $test() -> Result<()> {
+            $function($kernel).await
+        }
+    )*};
+}
+
 mod agent;
 mod guarded;
 mod installed;
@@ -71,6 +81,13 @@ async fn keys_of_debian_6_1() -> Result<()> {
 #[tokio::test]
 async fn keys_of_debian_6_12() -> Result<()> {
     keys_of("6_12_GENERIC").await
+}
+
+of_other_kernels! { keys_of:
+    keys_of_debian_6_12_rt "6_12_RT",
+    keys_of_debian_6_16_cloud "6_16",
+    keys_of_debian_6_18_cloud "6_18",
+    keys_of_debian_backports_cloud "BACKPORTS",
 }
 
 /// Tests commands in a kernel whose vsock and virtio-mmio drivers are modules and which finds its

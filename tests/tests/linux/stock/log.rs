@@ -40,9 +40,12 @@ async fn the_log_of_debian_6_1_cloud() -> Result<()> {
     in_our_monitor("6_1").await
 }
 
-#[tokio::test]
-async fn the_log_of_debian_5_10_cloud() -> Result<()> {
-    in_our_monitor("5_10").await
+of_other_kernels! { in_our_monitor:
+    the_log_of_debian_5_10_cloud "5_10",
+    the_log_of_debian_6_12_rt "6_12_RT",
+    the_log_of_debian_6_16_cloud "6_16",
+    the_log_of_debian_6_18_cloud "6_18",
+    the_log_of_debian_backports_cloud "BACKPORTS",
 }
 
 #[tokio::test]

@@ -31,6 +31,14 @@ async fn the_trace_events_of_debian_6_1_cloud() -> Result<()> {
     events_of("6_1").await
 }
 
+of_other_kernels! { events_of:
+    the_trace_events_of_debian_5_10_cloud "5_10",
+    the_trace_events_of_debian_6_12_rt "6_12_RT",
+    the_trace_events_of_debian_6_16_cloud "6_16",
+    the_trace_events_of_debian_6_18_cloud "6_18",
+    the_trace_events_of_debian_backports_cloud "BACKPORTS",
+}
+
 async fn events_of(version: &str) -> Result<()> {
     let Some(kernel) = StockKernel::named(version) else {
         return Ok(());
