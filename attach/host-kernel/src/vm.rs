@@ -111,8 +111,8 @@ pub enum Refusal {
     /// The guest's memory is in a guest_memfd.
     #[error("the guest's memory is a guest_memfd, which its monitor does not map")]
     GuestMemfd,
-    /// KVM logs the writes to all of the guest's memory, so a migration or a snapshot may be in
-    /// progress.
+    /// KVM logs the writes to the guest's memory, at least to its largest slot, so a migration or
+    /// a snapshot may be in progress.
     #[error(
         "KVM logs the dirty pages of the guest's memory, for a migration or for snapshots, and these would \
          miss what is written"
@@ -201,7 +201,9 @@ impl Vm {
         if self.slots.iter().any(|slot| slot.guest_memfd) {
             all.push(Refusal::GuestMemfd);
         }
-        if self.dirty_logging() == DirtyLogging::All {
+        // The log of a smaller slot may be that of a display's memory, which is never written.
+        let largest = self.ram().max_by_key(|slot| slot.bytes);
+        if largest.is_some_and(|slot| self.logs(slot)) {
             all.push(Refusal::DirtyLogging);
         }
         if self.ram().next().is_none() {

@@ -58,9 +58,19 @@ fn what_forbids_a_write_is_seen() {
                 DirtyLogging::Off
             };
             assert_eq!(vm.dirty_logging(), part);
-            let refusal: &[Refusal] = if memfd { &[Refusal::GuestMemfd] } else { &[] };
+            let refusal: &[Refusal] = match (logs, memfd) {
+                (true, _) => &[Refusal::DirtyLogging],
+                (_, true) => &[Refusal::GuestMemfd],
+                _ => &[],
+            };
             assert_eq!(vm.refusals(), refusal);
         }
+    }
+    // The memory of a display is smaller than the guest's.
+    for world in both(&[LOW, (HIGH.0, HIGH.1, HIGH.2, LOG_DIRTY_PAGES, 0)]) {
+        let vm = world.vm().expect("a VM");
+        assert_eq!(vm.dirty_logging(), DirtyLogging::Part);
+        assert_eq!(vm.refusals(), []);
     }
     for slots in [&[with(LOG_DIRTY_PAGES, 0), ROM][..], &[LOW]] {
         let [world, _] = both(slots);
