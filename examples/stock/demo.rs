@@ -15,6 +15,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use patchbay_examples::{open_shell, step, typed};
+use patchbay_host_kernel::HostKernel;
 use patchbay_tests::{Foreign, Guest, StockKernel, TestGuest, programs};
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
@@ -232,10 +233,11 @@ async fn main() -> Result<()> {
 /// Boots all guests and attaches to those of other monitors. The guest of our monitor is the first.
 async fn boot(kernel: &StockKernel) -> Result<Vec<Place>> {
     let libkrun = match programs::libkrun() {
-        Ok(program) => match std::fs::File::open("/proc/kcore") {
+        // The attacher reads the host's kernel in the same way.
+        Ok(program) => match HostKernel::open() {
             Ok(_) => Some(Foreign::libkrun(&program, kernel)?),
             Err(error) => {
-                println!("   without libkrun: /proc/kcore cannot be read: {error}");
+                println!("   without libkrun: {error}");
                 None
             }
         },
