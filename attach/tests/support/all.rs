@@ -321,6 +321,9 @@ pub fn the_foreground(test: &str) {
     let counters = [&first, &second].map(Counter::of);
     drop(second);
     all.serves(&["counter.sock"]);
+    // The name leads to the guest that is left.
+    let (_, text) = patchbay(&["attach", "process", "--name", "counter"]);
+    assert!(text.contains("attached to the guest"), "{text}");
     // The attachers notice that the command is killed.
     all.child.kill().expect("it runs");
     all.child.wait().expect("its own");
