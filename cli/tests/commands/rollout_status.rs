@@ -114,7 +114,7 @@ fn a_status_counts_the_bake_time_down() {
     fleet.start("net", &spec);
     let shown = until(|| {
         let shown = fleet.ok(&fleet.words(&["status", "net"]));
-        shown.contains("it bakes").then_some(shown)
+        shown.contains("  it bakes wave 1").then_some(shown)
     });
     let line = shown.lines().nth(1).expect("a line");
     assert!(
