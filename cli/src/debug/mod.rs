@@ -13,7 +13,7 @@ use tokio_stream::StreamExt;
 use tonic::Streaming;
 
 use self::args::{DebugArgs, DebugCommand};
-use self::formats::Formats;
+use self::formats::{Formats, Site};
 use crate::args::output::Output;
 use crate::client::Client;
 use crate::client::selected::{Selected, only_one};
@@ -47,6 +47,18 @@ impl From<v1::DebugSite> for Line {
             format: site.format,
             enabled: site.enabled,
             holds: site.held_references,
+        }
+    }
+}
+
+impl Line {
+    fn site(&self) -> Site<'_> {
+        Site {
+            module: &self.module,
+            function: &self.function,
+            file: &self.file,
+            line: self.line,
+            format: &self.format,
         }
     }
 }
@@ -123,7 +135,7 @@ pub async fn run(
                         ..Default::default()
                     };
                     let chosen = list(&client, request).await?;
-                    Some(Formats::new(chosen.iter().map(|line| line.format.as_str())))
+                    Some(Formats::new(chosen.iter().map(Line::site)))
                 }
             };
             // The log is opened before the change, so that no line is missed.
@@ -242,7 +254,7 @@ impl Lines {
             log::tell_losses(&message);
             let chosen = |record: &&v1::KernelLogRecord| {
                 let formats = formats.as_ref();
-                formats.is_none_or(|formats| formats.print(&record.text))
+                formats.is_none_or(|formats| formats.print(record.level, &record.text))
             };
             for record in message.records.iter().filter(chosen) {
                 write(log::text(record))?;

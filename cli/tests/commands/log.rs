@@ -198,6 +198,33 @@ fn wrong_options_and_a_guest_without_a_log_are_refused() {
 }
 
 #[test]
+fn a_closed_pipe_ends_a_stream_without_a_message() {
+    let lab = Lab::with(&[TestKey::new("alpha", 1)]);
+    let rings = GuestRings::new(&lab.guest);
+    rings.found_by(&lab.registry);
+    rings.log().print(6, "a line");
+    rings.write(|writer| writer.event(0, 1000, &numbered(0)));
+    let reading = "patchbay: reading the events that the guest records, in its memory; Ctrl-C \
+                   ends the command\n";
+    for (words, expected) in [
+        (&["guest", "log"][..], ""),
+        (&["guest", "log", "--follow"], ""),
+        (&["guest", "log", "-o", "json"], ""),
+        (&["guest", "log", "-o", "export"], ""),
+        (&["trace", "tail", "--buffered"], reading),
+        (&["trace", "tail", "--buffered", "-o", "json"], reading),
+    ] {
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        let output = lab.command(words).stdout(writer).output();
+        let output = output.expect("the command starts");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let found = (said.as_str(), output.status.code());
+        assert_eq!(found, (expected, Some(141)), "{words:?}");
+    }
+}
+
+#[test]
 fn the_log_is_followed() {
     let (lab, log) = lab();
     let mut following = lab.follow(&["guest", "log", "--follow", "--since", "1ms"]);
@@ -246,13 +273,18 @@ fn debug_lines_are_followed_in_memory_without_an_agent() {
         line = following.line();
     }
     lab.guest.print(b"on the console\r\n");
-    for text in ["closed eth0", "net: a_open:10: open eth0"] {
-        log.print(7, text);
+    for (level, text) in [
+        (7, "closed eth0"),
+        (6, "open eth0"),
+        (7, "net:b_open:20: open eth0"),
+        (7, "net:a_open:10: open eth0"),
+    ] {
+        log.print(level, text);
     }
     let line = loop {
         let line = following.line();
         assert!(
-            !["console", "link up", "closed"]
+            !["console", "link up", "closed", "b_open", "] open"]
                 .iter()
                 .any(|other| line.contains(other)),
             "{line}"
@@ -261,7 +293,7 @@ fn debug_lines_are_followed_in_memory_without_an_agent() {
             break line;
         }
     };
-    assert!(line.ends_with("] net: a_open:10: open eth0"), "{line}");
+    assert!(line.ends_with("] net:a_open:10: open eth0"), "{line}");
     following.end();
 
     let words = ["debug", "on", "module net", "--follow", "--whole-log"];
