@@ -88,12 +88,35 @@ async fn details(client: &Client, status: v1::GuestStatus, socket: String) -> vi
     }
 }
 
-/// Describes the guest.
+/// Describes the guest, with the state of its kernel if that is known already.
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
 async fn describe(client: &Client) -> Result<view::GuestDetails, Failure> {
-    let request = client.request(v1::DescribeGuestRequest::default());
+    describe_by(client, v1::DescribeGuestRequest::default()).await
+}
+
+/// Describes the guest, and searches for the state of its kernel if that is not known. A guest
+/// whose kernel is not found is described without it.
+///
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+async fn describe_with_kernel(client: &Client) -> Result<view::GuestDetails, Failure> {
+    let request = v1::DescribeGuestRequest {
+        find_kernel_state: true,
+        ..Default::default()
+    };
+    match describe_by(client, request).await {
+        Ok(details) => Ok(details),
+        Err(_) => describe(client).await,
+    }
+}
+
+async fn describe_by(
+    client: &Client,
+    request: v1::DescribeGuestRequest,
+) -> Result<view::GuestDetails, Failure> {
+    let request = client.request(request);
     let answer = client.guest().describe_guest(request).await?.into_inner();
     let name = answer.status.clone().unwrap_or_default().guest;
     let socket = client.socket().display().to_string();
@@ -127,7 +150,7 @@ pub async fn run(
         GuestCommand::List { patterns } => list(target, patterns, output).await,
         GuestCommand::Run(arguments) => run::become_monitor(target, arguments),
         GuestCommand::Describe => {
-            let verb = async |client: Client| Ok(describe(&client).await?.into());
+            let verb = async |client: Client| Ok(describe_with_kernel(&client).await?.into());
             selected().await?.run(output, "describing", verb).await
         }
         GuestCommand::Wait { state } => {

@@ -35,6 +35,8 @@ pub struct FakeGuest {
     pub busy: bool,
     /// A resume does not change the guest's state.
     pub stays: bool,
+    /// A search for the kernel's log finds it.
+    pub has_kernel_log: bool,
     /// The changes of each plan, by the plan's id.
     pub plans: BTreeMap<String, Vec<v1::KeyUpdate>>,
     /// Further pages of results, by token.
@@ -69,6 +71,7 @@ impl FakeGuest {
             snapshot: vec![],
             busy: false,
             stays: false,
+            has_kernel_log: false,
             plans: BTreeMap::new(),
             pages: BTreeMap::new(),
             watches: VecDeque::new(),

@@ -295,6 +295,21 @@ fn the_environment_names_a_socket() {
 }
 
 #[test]
+fn a_description_searches_for_the_kernels_state() {
+    let host = Host::with(&["only"]);
+    let described = host.json(&["guest", "describe"]);
+    assert_eq!(described["name"], "only");
+    assert!(described["details"].get("uptime").is_none(), "{described}");
+    host.fake.guest("only", |guest| guest.has_kernel_log = true);
+    let described = host.json(&["guest", "describe"]);
+    assert_eq!(described["details"]["uptime"], "0 d 00:01:01");
+    // A list describes every guest, and a search may take as long as a discovery.
+    let before = host.fake.seen("find_kernel_state: true").len();
+    host.ok(&["guest", "list"]);
+    assert_eq!(host.fake.seen("find_kernel_state: true").len(), before);
+}
+
+#[test]
 fn the_console_is_dumped() {
     let lab = Lab::new();
     lab.guest.print(b"hello from the guest\n");

@@ -7,9 +7,9 @@ use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_server::GuestService;
 use tokio_stream::wrappers::WatchStream;
 use tokio_stream::{Stream, StreamExt};
-use tonic::{Request, Response, Status, Streaming};
+use tonic::{Code, Request, Response, Status, Streaming};
 
-use super::Fake;
+use super::{Fake, refuse};
 
 type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
@@ -42,8 +42,18 @@ impl GuestService for Fake {
     ) -> Result<Response<v1::DescribeGuestResponse>, Status> {
         let request = request.into_inner();
         self.on(&request.guest, &request, |guest| {
+            let has_state = request.find_kernel_state && guest.has_kernel_log;
+            if request.find_kernel_state && !has_state {
+                let message = "the kernel's log is not found in its memory";
+                let code = Code::FailedPrecondition;
+                return Err(refuse(code, "GUEST_NOT_REGISTERED", message));
+            }
             Ok(Response::new(v1::DescribeGuestResponse {
                 status: Some(guest.status.borrow().clone()),
+                kernel_state: has_state.then(|| v1::KernelState {
+                    uptime_seconds: Some(61),
+                    ..Default::default()
+                }),
                 vcpus: 2,
                 revision: guest.revision,
                 ..Default::default()
