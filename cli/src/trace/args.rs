@@ -180,9 +180,9 @@ pub struct StreamArgs {
     /// Only listen: arm and fire nothing.
     #[arg(long)]
     pub listen: bool,
-    /// The reader of the events [default: the agent if one has connected before or if events are
-    /// named, otherwise the guest's memory]. In memory, they are those that the guest itself
-    /// records, and names only select.
+    /// The reader of the events [default: for named events the agent if one is connected, otherwise
+    /// the agent if one has connected before; without an agent the guest's memory]. In memory, they
+    /// are those that the guest itself records, and names only select.
     #[arg(long, value_enum)]
     pub source: Option<Source>,
     /// Read this tracefs instance of the guest in memory, instead of the top level.

@@ -47,12 +47,19 @@ async fn open(
         records,
         ..Default::default()
     };
-    let mut stream = client
-        .tracepoints()
-        .stream_tracepoint_events(client.stream(request))
-        .await?
-        .into_inner();
-    let first = stream.next().await.ok_or_else(ended)??;
+    let needs_agent = !request.filter.is_empty()
+        || !request.trigger.is_empty()
+        || request.even_if_others
+        || source == v1::TraceSource::Agent;
+    let opened = match begun(client, request.clone()).await {
+        Err(failure) if arm_and_fire && !needs_agent && failure.reason == "NO_AGENT" => {
+            let opened = in_memory(client, request, failure).await?;
+            complain("no agent is connected, so no event is armed");
+            opened
+        }
+        opened => opened?,
+    };
+    let (first, stream) = opened;
     match first.names.len() {
         _ if first.source() == v1::TraceSource::Memory => {
             complain(
@@ -69,6 +76,44 @@ async fn open(
         }
     }
     Ok(stream)
+}
+
+/// The first message of a stream, and the stream of the others.
+type Begun = (
+    v1::StreamTracepointEventsResponse,
+    Streaming<v1::StreamTracepointEventsResponse>,
+);
+
+/// Opens a stream and waits for its first message, which confirms that it is open.
+async fn begun(
+    client: &Client,
+    request: v1::StreamTracepointEventsRequest,
+) -> Result<Begun, Failure> {
+    let mut stream = client
+        .tracepoints()
+        .stream_tracepoint_events(client.stream(request))
+        .await?
+        .into_inner();
+    let first = stream.next().await.ok_or_else(ended)??;
+    Ok((first, stream))
+}
+
+/// Opens the stream of a request that no agent can serve in the guest's memory. If that fails too,
+/// the error has both reasons.
+async fn in_memory(
+    client: &Client,
+    request: v1::StreamTracepointEventsRequest,
+    mut no_agent: Failure,
+) -> Result<Begun, Failure> {
+    let request = v1::StreamTracepointEventsRequest {
+        arm_and_fire: false,
+        source: v1::TraceSource::Memory.into(),
+        ..request
+    };
+    begun(client, request).await.map_err(|failure| {
+        no_agent.message = format!("{}, and {}", no_agent.message, failure.message);
+        no_agent
+    })
 }
 
 fn ended() -> Failure {

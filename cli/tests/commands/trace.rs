@@ -3,6 +3,7 @@
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use patchbay_guest::testing::TestKey;
 use patchbay_service::testing::{GuestRings, numbered};
@@ -239,6 +240,56 @@ fn an_instance_is_read_by_name_and_a_missing_one_lists_others() {
     let said = lab.fails(1, &tail("x"));
     let listed = "it has i0, i1, i2, i3, i4, i5, i6, i7, i8, i9 and 2 more";
     assert!(said.contains(listed), "{said}");
+}
+
+#[test]
+fn named_events_are_read_in_memory_without_an_agent() {
+    let lab = Lab::with(&[TestKey::new("alpha", 1)]);
+    let tail = ["trace", "tail", "test:*", "-n", "1", "--timeout", "20s"];
+    let said = lab.fails(1, &["trace", "tail", "test:*"]);
+    assert!(
+        said.contains("no agent is connected") && said.contains("not found in its memory"),
+        "{said}"
+    );
+    let rings = GuestRings::new(&lab.guest);
+    rings.found_by(&lab.registry);
+    let mut following = lab.follow(&tail);
+    let reader = std::thread::spawn(move || {
+        let line = following.line();
+        (line, following)
+    });
+    for number in 0.. {
+        if reader.is_finished() {
+            break;
+        }
+        rings.write(|writer| writer.event(0, 1000 * number, &numbered(number)));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let (line, following) = reader.join().expect("a line");
+    assert!(line.contains("test:numbered"), "{line:?}");
+    let (_, said, code) = following.output();
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("no event is armed"), "{said}");
+
+    let file = lab.folder().join("t.json");
+    let file = file.to_str().expect("UTF-8");
+    let record = ["trace", "record", "--duration", "1ms", "-o", file, "test:*"];
+    let said = lab.ok(&record);
+    assert!(said.contains("t.json: "), "{said}");
+
+    // Only the agent applies these options.
+    for option in [
+        &["--source", "agent"][..],
+        &["--filter", "number == 1"],
+        &["--trigger", "stacktrace"],
+        &["--even-if-others"],
+    ] {
+        let said = lab.fails(1, &[&tail, option].concat());
+        assert!(
+            said.contains("no agent is connected") && !said.contains("memory"),
+            "{said}"
+        );
+    }
 }
 
 /// Records what the rings of a guest hold.
