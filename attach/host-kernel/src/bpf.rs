@@ -5,8 +5,8 @@
 //! as a raw tracepoint program but attached to nothing: `BPF_PROG_TEST_RUN` runs it once, in the
 //! calling thread, with the address and the length as its arguments. It is short and written here
 //! as instructions, so the build needs no compiler for BPF. The crate aya loads it; to build aya
-//! takes neither clang nor libbpf. aya's own way to write programs, in Rust, is not used, because it
-//! needs a nightly compiler.
+//! takes neither clang nor libbpf. aya's own way to write programs, in Rust, is not used, because
+//! it needs a nightly compiler.
 
 use aya::Ebpf;
 use aya::maps::{Array, MapData};
