@@ -205,7 +205,11 @@ fn sev_is_enabled(parameters: &Path) -> bool {
 impl Layout {
     /// Reads the layout of the kernel that runs this process.
     pub(crate) fn of_host() -> Result<Self, LayoutError> {
-        let folder = Path::new(FOLDER);
+        Self::in_folder(Path::new(FOLDER))
+    }
+
+    /// Reads the layout from a folder in the form of [`FOLDER`].
+    fn in_folder(folder: &Path) -> Result<Self, LayoutError> {
         let vmlinux = read(&folder.join("vmlinux"))?;
         let base = Btf::parse(&vmlinux, WANTED)
             .map_err(|error| LayoutError::Btf("/sys/kernel/btf/vmlinux", error))?;
@@ -343,6 +347,42 @@ mod tests {
         for (value, is_enabled) in [("Y\n", true), ("1\n", true), ("N\n", false), ("0\n", false)] {
             fs::write(parameters.join("sev"), value).expect("room");
             assert_eq!(sev_is_enabled(&parameters), is_enabled, "{value}");
+        }
+    }
+
+    /// Returns the message for a host whose folder of type information has this file `vmlinux`.
+    fn refused(vmlinux: Option<&[u8]>) -> String {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        if let Some(bytes) = vmlinux {
+            fs::write(folder.path().join("vmlinux"), bytes).expect("room");
+        }
+        let error = Layout::in_folder(folder.path()).expect_err("no types");
+        TransportError::from(error).to_string()
+    }
+
+    #[test]
+    fn a_host_without_type_information_is_refused() {
+        let error = refused(None);
+        for part in [
+            "the layout of the host's kernel is unknown",
+            "vmlinux: No such file",
+            "the host's kernel needs CONFIG_DEBUG_INFO_BTF",
+        ] {
+            assert!(error.contains(part), "{error}");
+        }
+    }
+
+    #[test]
+    fn type_information_that_is_cut_off_is_refused() {
+        // struct btf_header: the types and the strings lie behind the end of the file.
+        let mut header = vec![0x9f, 0xeb, 1, 0];
+        for word in [24_u32, 0, 4096, 4096, 4096] {
+            header.extend(word.to_le_bytes());
+        }
+        for length in [0, 1, 23, header.len()] {
+            let error = refused(Some(&header[..length]));
+            let expected = "the type information /sys/kernel/btf/vmlinux cannot be used";
+            assert!(error.contains(expected), "{length}: {error}");
         }
     }
 
