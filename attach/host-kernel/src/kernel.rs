@@ -65,6 +65,12 @@ pub enum WalkError {
     /// A structure contradicts its type, because it has been freed or has another type.
     #[error("{0} in the host's kernel is inconsistent; it may have been freed, try again")]
     Inconsistent(&'static str),
+    /// The transport returns bytes that are not those of the kernel's memory.
+    #[error(
+        "{0} does not return the memory of the host's kernel: {1} of the reading thread is no \
+         address in the kernel"
+    )]
+    NotTheKernel(&'static str, &'static str),
     /// The kernel's memory cannot be read.
     #[error(transparent)]
     Read(#[from] ReadError),
@@ -129,6 +135,11 @@ impl HostKernel {
         mut memory: Box<dyn KernelMemory>,
         layout: Layout,
     ) -> Result<Self, WalkError> {
+        // The reading thread cannot end during its own reads, so its structures are not freed. If
+        // they contain no addresses, the transport is at fault, such as a /proc/kcore that returns
+        // zeros, and a later attempt finds the same.
+        let wrong = WalkError::NotTheKernel;
+        let transport = memory.name();
         let own = memory.own_task(layout.task_thread_pid)?;
         let mut kernel = Self {
             memory,
@@ -136,10 +147,15 @@ impl HostKernel {
             namespace: 0,
             level: 0,
         };
-        let own = kernel.checked(own, "the reader's own struct pid")?;
+        let own = kernel
+            .checked(own, "")
+            .map_err(|_| wrong(transport, "the struct pid"))?;
         let level = kernel.level_of(own)?;
         let upid = kernel.upid(own, level)?;
-        kernel.namespace = kernel.pointer(upid.checked_add(u64::from(kernel.layout.upid_ns)))?;
+        let namespace = kernel.word(upid.checked_add(u64::from(kernel.layout.upid_ns)))?;
+        kernel.namespace = kernel
+            .checked(namespace, "")
+            .map_err(|_| wrong(transport, "the PID namespace"))?;
         kernel.level = level;
         Ok(kernel)
     }
@@ -338,4 +354,31 @@ fn open_bpf() -> Result<Box<dyn KernelMemory>, TransportError> {
 /// Returns the address of a member; `None` if the sum overflows.
 pub(crate) fn at(structure: u64, offset: u32) -> Option<u64> {
     structure.checked_add(offset.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{LOW, OWN_PID, OWN_TASK, World};
+
+    #[test]
+    fn a_transport_that_returns_zeros_is_refused() {
+        let refused = |world: &World| {
+            let memory = Box::new(world.clone());
+            let error = HostKernel::with(memory, world.1.clone()).expect_err("zeros");
+            error.to_string()
+        };
+        let prefix = "a test does not return the memory of the host's kernel";
+        let world = World::new(true, &[LOW]);
+        // The notes of /proc/kcore contain the task, and the rest of the file is zeros.
+        world.put(OWN_PID, &[0; 9]);
+        let error = refused(&world);
+        assert!(error.starts_with(prefix), "{error}");
+        assert!(error.contains("the PID namespace"), "{error}");
+        world.put(OWN_TASK, &[0]);
+        let error = refused(&world);
+        assert!(error.starts_with(prefix), "{error}");
+        assert!(error.contains("the struct pid"), "{error}");
+        assert!(!error.contains("try again"), "{error}");
+    }
 }
