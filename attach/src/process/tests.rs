@@ -58,6 +58,20 @@ fn run_pages_are_known_by_their_names() {
     }
 }
 
+/// A slot of KVM may name memory that its process may only read, such as another user's file. A
+/// write through /proc/PID/mem ignores the rights of a mapping, so the mapping must be refused.
+#[test]
+fn memory_that_the_process_may_only_read_is_refused() {
+    // A literal is in this program's file, which is mapped without the right to write.
+    let literal = "memory that may only be read";
+    let address = literal.as_ptr() as u64;
+    let error = own().mapping(address, 1).expect_err("it may only be read");
+    let program = std::env::current_exe().expect("a program");
+    let error = error.to_string();
+    assert!(error.contains("may not write"), "{error}");
+    assert!(error.contains(&*program.to_string_lossy()), "{error}");
+}
+
 #[test]
 fn neighbours_continue_a_mapping() {
     let parse = |line: &str| Mapping::parse(line).expect(line);
