@@ -337,6 +337,20 @@ pub fn the_foreground(test: &str) {
     until("no watchdog is left", || attachers().is_empty());
     assert!(all.sockets().is_empty());
     counters[0].runs();
+    // The name of a guest without an attacher leads to the guest. Standard input has ended, so the
+    // attacher then detaches.
+    let name = row(first.child.id())["name"].clone();
+    let name = name.as_str().expect("a name");
+    let named = Command::new(&programs.cli)
+        .env("XDG_RUNTIME_DIR", folder.path())
+        .args(["attach", "process", "--name", name, "--until-eof"])
+        .stdin(Stdio::null())
+        .output()
+        .expect("started");
+    let text = String::from_utf8_lossy(&named.stderr);
+    assert!(named.status.success(), "{named:?}");
+    assert!(text.contains(&format!("attached to {name};")), "{text}");
+    counters[0].runs();
     // It is possible to attach to the guest again, by its process.
     drop(attach(&patchbay_attach::Options {
         target: host(first.child.id()),
