@@ -7,3 +7,4 @@ mod short_run;
 mod targets;
 
 short_run::short_runs!(targets::TARGETS, 5000; logs);
+short_run::short_runs!(targets::TARGETS, 2000; rings);

@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The fuzz targets. The input determines what a kernel prints and how a hostile guest damages its
-//! log.
+//! The fuzz targets. In [`logs`], the input determines what a kernel prints and how a hostile guest
+//! damages its log.
+
+#[path = "rings.rs"]
+mod rings;
 
 use patchbay_observe::log::{Follower, Start, Terms, newest};
 use patchbay_observe::testing::{BASE, Log, Version};
+
+pub use self::rings::rings;
 
 /// A target and its name.
 pub type Named = (&'static str, fn(&[u8]));
 
 /// The targets by name.
-pub const TARGETS: &[Named] = &[("logs", logs)];
+pub const TARGETS: &[Named] = &[("logs", logs), ("rings", rings)];
 
 /// The maximum number of reads in one poll of a small log.
 const MAX_READS: u64 = 40_000;
