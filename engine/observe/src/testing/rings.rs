@@ -40,6 +40,8 @@ pub const CAPACITY: usize = 4096 - 16;
 const GENERATION: u64 = 1 << 20;
 const HEAD: u64 = 1;
 const UPDATE: u64 = 2;
+const MISSED_EVENTS: u64 = 1 << 31;
+const MISSED_STORED: u64 = 1 << 30;
 
 /// Offsets in `struct ring_buffer_per_cpu`.
 mod ring {
@@ -82,6 +84,8 @@ struct Ring {
     read: u64,
     commits: u64,
     time: u64,
+    /// Events that were overwritten before the reader page since the one before it (`lost_events`).
+    missed: u64,
 }
 
 #[derive(Clone)]
@@ -91,6 +95,8 @@ struct Page {
     data: u64,
     generation: u64,
     written: usize,
+    /// Number of bytes before the padding at the end (`real_end`); 0 without it.
+    end: usize,
     entries: u64,
     consumed: usize,
     consumed_entries: u64,
@@ -212,6 +218,7 @@ impl Writer {
                 data: DATA + (cpu as u64 * MAX_PAGES + number as u64) * 4096,
                 generation: 0,
                 written: 0,
+                end: 0,
                 entries: 0,
                 consumed: 0,
                 consumed_entries: 0,
@@ -231,6 +238,7 @@ impl Writer {
                 read: 0,
                 commits: 0,
                 time: 0,
+                missed: 0,
             };
             writer.rings.push(ring);
             for number in 0..=pages {
@@ -377,12 +385,14 @@ impl Writer {
         let tail = ring.tail;
         let (written, data) = (ring.pages[tail].written, ring.pages[tail].data);
         let room = CAPACITY - written;
+        self.rings[cpu].pages[tail].end = 0;
         if room >= 8 {
             let padding = [1 << 5 | 29, room as u32 - 4]
                 .map(u32::to_le_bytes)
                 .concat();
             self.put_bytes(data + 16 + written as u64, &padding);
-            self.rings[cpu].pages[tail].written = CAPACITY;
+            let page = &mut self.rings[cpu].pages[tail];
+            (page.written, page.end) = (CAPACITY, written);
         }
         let ring = &self.rings[cpu];
         let next = ring.pages[tail].next;
@@ -522,6 +532,7 @@ impl Writer {
         ring.before_head = old;
         ring.reader = head;
         ring.head_hint = after;
+        ring.missed = ring.overrun - ring.last_overrun;
         ring.last_overrun = ring.overrun;
         ring.pages[head].consumed = 0;
         let (address, overrun) = (ring.address, ring.overrun);
@@ -560,6 +571,34 @@ impl Writer {
         self.put(spare + 8, 0);
         self.put(reader + 48, spare);
         self.put(reader + 16, 0);
+    }
+
+    /// Takes events as [`Self::consume`] does, for a process that has mapped the ring
+    /// (`ring_buffer_map_get_reader()`). If events were lost before the reader page, the page is
+    /// flagged, and their number replaces its padding.
+    pub fn consume_mapped(&mut self, cpu: usize) -> bool {
+        let taken = self.consume(cpu);
+        let ring = &mut self.rings[cpu];
+        let missed = std::mem::take(&mut ring.missed);
+        if missed == 0 || ring.commit == ring.reader {
+            return taken;
+        }
+        let page = &mut ring.pages[ring.reader];
+        if page.end > 0 {
+            page.written = page.end;
+        }
+        let (data, length) = (page.data, page.written);
+        let mut commit = length as u64;
+        self.put(data + 8, commit);
+        if CAPACITY - length >= 8 {
+            let end = data + 16 + commit;
+            self.put(end, missed);
+            commit |= MISSED_STORED;
+            self.put(data + 8, commit);
+            self.put_bytes(end + 8, &vec![0; CAPACITY - length - 8]);
+        }
+        self.put(data + 8, commit | MISSED_EVENTS);
+        taken
     }
 
     /// Empties a ring (`echo > trace`).

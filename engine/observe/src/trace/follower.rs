@@ -51,8 +51,8 @@ pub struct Batch {
     /// about to move, and events are lost before such a poll, the sum stays too high by up to the
     /// events of a page.
     pub lost: u64,
-    /// Number of copies that were discarded because the kernel replaced the page meanwhile. The
-    /// events count in `lost`.
+    /// Number of copies that were discarded because the kernel changed the page meanwhile. The
+    /// events are copied again, or count in `lost`.
     pub torn: u64,
     /// Number of pages whose events contradict themselves. The events count in `lost`.
     pub damaged: u64,

@@ -47,6 +47,10 @@
 //! - A guest without a stable TSC may have a clock of some milliseconds, in which a ring can wrap.
 //!   For the case that a page has the same generation and time again, the first bytes of its events
 //!   are compared as well.
+//! - A process in the guest may map the pages. The kernel flags a reader page before which events
+//!   were lost, and replaces the padding at its end by their number. It reduces `commit` before it
+//!   writes the number (`ring_buffer_map_get_reader()`), so a page whose `commit` is less after the
+//!   copy is copied again.
 //! - Between the generation and `commit` = 0, a page seems to be whole but is of the round before.
 //!   This is only the page that the writer enters at that moment. The reader enters a page only
 //!   after `commit_page` has left the page before it, and only if that page is still what it was

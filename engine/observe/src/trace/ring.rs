@@ -175,11 +175,13 @@ impl<V: KernelView + ?Sized> Pages<'_, V> {
     }
 
     /// Returns whether a page still has the content that it had when `head` was copied. The content
-    /// may have grown.
+    /// may have grown. If it is shorter, the kernel has cut the padding at its end, and may have
+    /// written other bytes there.
     pub fn is_still(&self, page: u64, head: &Head) -> bool {
         fence(Ordering::Acquire);
-        let again = self.head(page);
-        again.is_some_and(|again| head.identity.is_same(&again.identity))
+        let is_same =
+            |again: Head| head.identity.is_same(&again.identity) && again.length >= head.length;
+        self.head(page).is_some_and(is_same)
     }
 
     /// Returns the oldest page of the circle.

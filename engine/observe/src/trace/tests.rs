@@ -3,6 +3,7 @@
 mod between;
 mod lists;
 mod losses;
+mod mapped;
 mod suspect;
 
 use std::cell::RefCell;

@@ -19,6 +19,14 @@ impl Follower {
         let Some(cursor) = self.cursor else {
             return;
         };
+        // If the page has unread events, only the padding after them was cut.
+        if header.reader == cursor.page
+            && let Some(reader) = pages.head(header.reader)
+            && cursor.is_in(&reader)
+            && reader.length > cursor.offset
+        {
+            return;
+        }
         // The reader page is older than the circle. Its events were read before, unless it is later
         // than the position. With a coarse clock, equal times do not tell; then it is skipped.
         if header.reader != cursor.page
