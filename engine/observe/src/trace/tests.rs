@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 mod between;
+mod large;
 mod lists;
 mod losses;
 mod mapped;
