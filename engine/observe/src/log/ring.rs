@@ -187,7 +187,7 @@ impl<'a> Ring<'a> {
         }
         if !finished {
             let again = copy(view, address, self.layout.info.size);
-            if again.is_none() || again != info {
+            if again != info {
                 return Slot::Committed;
             }
         }
