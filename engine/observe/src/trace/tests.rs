@@ -6,6 +6,7 @@ mod lists;
 mod losses;
 mod mapped;
 mod suspect;
+mod torn;
 
 use std::cell::RefCell;
 use std::rc::Rc;

@@ -19,25 +19,26 @@ impl Follower {
         let Some(cursor) = self.cursor else {
             return;
         };
-        // If the page has unread events, only the padding after them was cut.
-        if header.reader == cursor.page
-            && let Some(reader) = pages.head(header.reader)
-            && cursor.is_in(&reader)
-            && reader.length > cursor.offset
-        {
-            return;
-        }
-        // The reader page is older than the circle. Its events were read before, unless it is later
-        // than the position. With a coarse clock, equal times do not tell; then it is skipped.
-        if header.reader != cursor.page
-            && let Some(reader) = pages.head(header.reader)
-            && reader.length > 0
-            && reader.identity.stamp > cursor.time
-            && pages.is_still(header.reader, &reader)
-        {
-            self.continue_at(Cursor::start_of(header.reader, &reader));
-            self.lose_before(pages, header, true, batch);
-            return;
+        match pages.head(header.reader) {
+            Some(reader) if header.reader == cursor.page && cursor.is_in(&reader) => {
+                if reader.length > cursor.offset {
+                    // Only the padding after the unread events was cut.
+                    return;
+                }
+            }
+            // The reader page is older than the circle. Its events were read before, unless it is
+            // later than the position. With a coarse clock, equal times do not tell; then it is
+            // skipped.
+            Some(reader)
+                if reader.length > 0
+                    && reader.identity.stamp > cursor.time
+                    && pages.is_still(header.reader, &reader) =>
+            {
+                self.continue_at(Cursor::start_of(header.reader, &reader));
+                self.lose_before(pages, header, true, batch);
+                return;
+            }
+            _ => {}
         }
         let Some((page, head)) = oldest(pages, header, steps) else {
             return;
@@ -99,9 +100,10 @@ impl Follower {
         let bytes = pages.bytes(&reader, 0)?;
         let again = pages.head(header.reader)?;
         let now = pages.header(self.ring)?;
+        // The content of the reader page cannot be replaced before its events are taken, so it need
+        // not be compared.
         let extent = |of: &Head| (of.consumed, of.length);
-        let is_same = reader.identity.is_same(&again.identity) && extent(&reader) == extent(&again);
-        if !is_same || header.taken() != now.taken() {
+        if extent(&reader) != extent(&again) || header.taken() != now.taken() {
             return None;
         }
         let consumed = count(&bytes[..reader.consumed.min(bytes.len())])?;
