@@ -492,6 +492,7 @@ impl Follower {
     ) {
         self.after = None;
         let Some(now) = pages.header(self.ring) else {
+            batch.more |= pages.view.is_exhausted();
             return;
         };
         if !header.rests_until(&now) {

@@ -249,3 +249,46 @@ pub(super) enum Oldest {
     /// The writer is moving the head, or the circle contradicts itself.
     Moved,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A copy of a header is not atomic: each count may be older than the others.
+    #[test]
+    fn a_writer_rests_only_if_no_count_tells_otherwise() {
+        let rest = Header {
+            head: 1,
+            commit_page: 2,
+            reader: 3,
+            overrun: 4,
+            last_overrun: 4,
+            entries: 9,
+            read: 0,
+            commits: 9,
+            committing: 0,
+        };
+        assert!(rest.rests_until(&rest));
+        let writes = [
+            // An event is being written, and is not counted yet.
+            Header {
+                committing: 1,
+                ..rest
+            },
+            // One was begun, and has ended after `entries` was copied.
+            Header {
+                commits: 10,
+                ..rest
+            },
+            // One was begun before `commits` was copied the first time.
+            Header {
+                entries: 10,
+                ..rest
+            },
+        ];
+        for write in writes {
+            assert!(!rest.rests_until(&write), "{write:?}");
+            assert!(!write.rests_until(&rest), "{write:?}");
+        }
+    }
+}

@@ -62,3 +62,78 @@ fn the_first_position_belongs_to_its_count() {
         }
     }
 }
+
+/// A reader in the guest has taken the page, but has not yet stored how many events were overwritten
+/// before (`last_overrun`).
+#[test]
+fn a_count_that_is_stored_while_the_first_position_is_determined_is_not_mixed() {
+    for when in 1..40 {
+        let memory = Memory::new(Version::V6_12, 1, 4);
+        memory.write(|writer| write(writer, 34));
+        let ring = word(&memory, BASE + 0x300).expect("a ring");
+        let layout = memory.source().layout;
+        let pages = Pages {
+            view: &Bounded::new(&memory, usize::MAX, usize::MAX),
+            layout: &layout,
+            capacity: CAPACITY,
+        };
+        memory.before_read(|read, writer| {
+            if read == 0 {
+                writer.consume(0);
+                // The count is the last store.
+                writer.run(writer.pending() - 1);
+            }
+        });
+        assert!(word(&memory, ring).is_some());
+        memory.before_read(move |read, writer| {
+            if read == when {
+                writer.run(1);
+            }
+        });
+        let mut follower = Follower::new(0, ring, Start::Oldest);
+        let placed = follower.place(&pages, &mut Batch::default());
+        placed.expect("readable");
+        if memory.reads() <= when {
+            break;
+        }
+        // A later poll corrects a number that the guest stores after the position is determined.
+        let now = pages.header(ring).expect("readable");
+        assert_eq!(follower.base, Some(now.last_overrun), "{when}");
+    }
+}
+
+/// A read that is refused because the poll has reached its limit tells nothing about the guest.
+#[test]
+fn a_poll_that_ends_at_any_read_loses_nothing() {
+    for start in [Start::Oldest, Start::End] {
+        for reads in 0..120 {
+            let memory = Memory::new(Version::V6_12, 1, 4);
+            memory.write(|writer| write(writer, 18));
+            let ring = word(&memory, BASE + 0x300).expect("a ring");
+            let layout = memory.source().layout;
+            let mut follower = Follower::new(0, ring, start);
+            let mut poll = |reads| {
+                let pages = Pages {
+                    view: &Bounded::new(&memory, reads, usize::MAX),
+                    layout: &layout,
+                    capacity: CAPACITY,
+                };
+                let mut batch = Batch::default();
+                follower.poll(&pages, usize::MAX, &mut batch);
+                let terms = format!("{start:?} {reads}");
+                assert_eq!(batch.more, pages.view.is_exhausted(), "{terms}");
+                assert_eq!(
+                    (batch.lost, batch.torn, batch.damaged),
+                    (0, 0, 0),
+                    "{terms}"
+                );
+                assert!(!batch.restarted && !batch.unreadable, "{terms}");
+                batch.chunks.iter().map(|chunk| chunk.events).sum::<u64>()
+            };
+            poll(usize::MAX);
+            memory.write(|writer| write(writer, 8));
+            let first = poll(reads);
+            assert_eq!(first + poll(usize::MAX), 8, "{start:?} {reads}");
+        }
+    }
+}

@@ -102,3 +102,25 @@ fn events_before_a_page_are_not_counted_while_some_are_taken() {
         assert!(matches!(result, None | Some(4)), "{when}: {result:?}");
     }
 }
+
+/// The page before the oldest one leads to the head again, but to another page: a reader in the
+/// guest has taken the oldest page from the circle.
+#[test]
+fn an_oldest_page_that_becomes_the_reader_page_is_not_returned() {
+    for when in 0..7 {
+        let memory = Memory::new(Version::V6_12, 1, 4);
+        memory.write(|writer| write(writer, 16));
+        let act = |writer: &mut Writer| {
+            assert!(writer.consume(0), "the oldest page is exchanged");
+            // The writer leaves each of the four pages.
+            write(writer, 16);
+        };
+        let search = |pages: &Pages<'_, Memory>, header: &Header| oldest(pages, header, &mut 1000);
+        searched(&memory, when, act, search, |pages, header, result| {
+            if let Some((page, _)) = result {
+                let (now, _) = oldest(pages, header, &mut 1000).expect("at rest");
+                assert_eq!(*page, now, "{when}");
+            }
+        });
+    }
+}
