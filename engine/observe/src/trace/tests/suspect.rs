@@ -208,3 +208,51 @@ fn a_page_that_leads_to_an_older_one_does_not_make_events_be_read_again() {
         "each event once: {read:?}"
     );
 }
+
+/// The oldest page has the memory and the generation that the page of the position had.
+#[test]
+fn a_page_that_seems_to_be_another_one_does_not_hold_a_follower() {
+    let memory = Memory::new(Version::V6_12, 1, 4);
+    write(&memory, 0..16, 900);
+    let mut follower = rings(&memory, Start::Oldest);
+    assert_eq!(numbers(&follower.poll(&memory, ALL)).len(), 16);
+    let (tail, data) = memory.write(|writer| writer.tail(0));
+    let page = memory.write(|writer| writer.page(0, tail));
+    let oldest = word_at(&memory, page) & !3;
+    let written = word_at(&memory, page + 16);
+    memory.write(|writer| {
+        writer.put(page + 16, written + (1 << 20));
+        writer.put(oldest + 16, written);
+        writer.put(oldest + 48, data);
+    });
+    let batch = follower.poll(&memory, ALL);
+    assert!(!batch.chunks.is_empty(), "{batch:?}");
+}
+
+/// The guest has changed the clock, has written more events than before, and has consumed those of
+/// the page that the follower waits at.
+#[test]
+fn a_clock_that_goes_back_while_an_event_is_awaited_is_noticed() {
+    let memory = Memory::new(Version::V6_12, 1, 4);
+    let late = |number| {
+        memory.write(|writer| writer.event(0, 1_000_000 + number, &payload(number, 900)));
+    };
+    (0..4).for_each(late);
+    let mut follower = rings(&memory, Start::Oldest);
+    assert_eq!(numbers(&follower.poll(&memory, ALL)), [0, 1, 2, 3]);
+    // The event of the next page is being written.
+    late(4);
+    let ring = word_at(&memory, BASE + 0x300);
+    let (_, data) = memory.write(|writer| writer.tail(0));
+    memory.write(|writer| {
+        writer.put(data + 8, 0);
+        writer.put(ring + 128, 1);
+    });
+    assert_eq!(follower.poll(&memory, ALL), Batch::default());
+    memory.write(|writer| writer.empty(0));
+    write(&memory, 0..14, 900);
+    memory.write(|writer| (0..5).for_each(|_| _ = writer.consume(0)));
+    assert!(follower.poll(&memory, ALL).restarted);
+    write(&memory, 14..15, 900);
+    assert_eq!(numbers(&follower.poll(&memory, ALL)), [14]);
+}

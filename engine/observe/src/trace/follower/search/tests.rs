@@ -124,3 +124,31 @@ fn an_oldest_page_that_becomes_the_reader_page_is_not_returned() {
         });
     }
 }
+
+/// The kernel replaces the padding of a reader page that a process has mapped. The number that it
+/// writes there may look like an event.
+#[test]
+fn events_before_a_page_are_not_counted_in_padding_that_is_replaced() {
+    let count = |pages: &Pages<'_, Memory>, header: &Header| {
+        let ring = word(pages.view, BASE + 0x300).expect("a ring");
+        Follower::new(0, ring, crate::trace::Start::Oldest).before(pages, header, false)
+    };
+    for when in 0..8 {
+        let memory = Memory::new(Version::V6_12, 1, 4);
+        memory.write(|writer| {
+            write(writer, 14);
+            writer.consume(0);
+        });
+        let ring = word(&memory, BASE + 0x300).expect("a ring");
+        let reader = word(&memory, ring + 88).expect("readable");
+        let data = word(&memory, reader + 48).expect("readable");
+        let act = move |writer: &mut Writer| {
+            let length = 4 * 908;
+            let room = CAPACITY as u64 - length;
+            writer.put(data + 8, length);
+            writer.put(data + 16 + length, (room - 4) << 32);
+        };
+        let (_, result) = searched(&memory, when, act, count, |_, _, _| {});
+        assert!(matches!(result, None | Some(4)), "{when}: {result:?}");
+    }
+}
