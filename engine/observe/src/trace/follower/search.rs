@@ -20,11 +20,13 @@ impl Follower {
             return;
         };
         match pages.head(header.reader) {
-            Some(reader) if header.reader == cursor.page && cursor.is_in(&reader) => {
-                if reader.length > cursor.offset {
-                    // Only the padding after the unread events was cut.
-                    return;
-                }
+            Some(reader)
+                if header.reader == cursor.page
+                    && cursor.is_in(&reader)
+                    && reader.length > cursor.offset =>
+            {
+                // Only the padding after the unread events was cut.
+                return;
             }
             // The reader page is older than the circle. Its events were read before, unless it is
             // later than the position. With a coarse clock, equal times do not tell; then it is

@@ -63,8 +63,8 @@ fn the_first_position_belongs_to_its_count() {
     }
 }
 
-/// A reader in the guest has taken the page, but has not yet stored how many events were overwritten
-/// before (`last_overrun`).
+/// A reader in the guest has taken the page, but has not yet stored how many events were
+/// overwritten before (`last_overrun`).
 #[test]
 fn a_count_that_is_stored_while_the_first_position_is_determined_is_not_mixed() {
     for when in 1..40 {
