@@ -78,9 +78,7 @@ impl Follower {
         is_reader: bool,
         batch: &mut Batch,
     ) {
-        if self.base.is_some()
-            && let Some(count) = self.before(pages, header, is_reader)
-        {
+        if let Some(count) = self.before(pages, header, is_reader) {
             self.lose_until(count, batch);
         }
     }

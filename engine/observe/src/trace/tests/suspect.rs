@@ -25,6 +25,50 @@ fn only_the_monotonic_clock_is_reported_as_such() {
     assert!(!follower.poll(&memory, ALL).is_monotonic);
 }
 
+/// The guest changes the clock before the last read of a poll. Some events may have been read with
+/// the times of another clock.
+#[test]
+fn a_clock_that_changes_during_a_poll_is_not_reported_as_monotonic() {
+    // `x86-tsc`
+    for (before, after) in [(MONO, 9), (9, MONO)] {
+        let memory = Memory::new(Version::V6_12, 1, 4);
+        let clock = |number| memory.write(|writer| writer.put(ARRAY + 48, number));
+        clock(MONO);
+        let mut follower = rings(&memory, Start::Oldest);
+        assert!(follower.poll(&memory, ALL).is_monotonic);
+        write(&memory, 0..2, 900);
+        clock(before);
+        memory.before_read(|_, _| {});
+        assert_eq!(numbers(&follower.clone().poll(&memory, ALL)), [0, 1]);
+        let last = memory.reads() - 1;
+        memory.before_read(move |read, writer| {
+            if read == last {
+                writer.put(ARRAY + 48, after);
+                writer.run(usize::MAX);
+            }
+        });
+        let batch = follower.poll(&memory, ALL);
+        assert_eq!(numbers(&batch), [0, 1]);
+        assert!(!batch.is_monotonic, "{before} {after}");
+    }
+}
+
+/// All events of a CPU that was not online before are later than the start.
+#[test]
+fn a_cpu_that_comes_online_is_read_from_its_first_event() {
+    let memory = Memory::new(Version::V6_12, 2, 4);
+    let pointer = BASE + 0x300 + 8;
+    let ring = word_at(&memory, pointer);
+    memory.write(|writer| writer.put(pointer, 0));
+    let mut follower = rings(&memory, Start::End);
+    assert!(follower.begin(&memory));
+    memory.write(|writer| {
+        writer.put(pointer, ring);
+        writer.event(1, 5, &payload(3, 100));
+    });
+    assert_eq!(seen(&follower.poll(&memory, ALL)), [(1, 5, 3)]);
+}
+
 #[test]
 fn an_instance_that_was_removed_is_not_taken_for_another_one() {
     let memory = Memory::new(Version::V6_12, 1, 4);
@@ -70,6 +114,81 @@ fn an_event_that_was_removed_is_not_taken_for_another_one() {
     let next = word_at(&memory, call);
     memory.write(|writer| writer.put(source.events, next));
     assert!(!events[0].is_current(&memory, &source), "not in the list");
+}
+
+/// An event that is registered in the same memory may have the same id and names. One of these
+/// addresses differs: that of its class, of its print format, or of its last field.
+#[test]
+fn an_event_with_equal_names_is_not_taken_for_the_one_that_was_removed() {
+    let memory = Memory::new(Version::V6_12, 1, 3);
+    let source = memory.source();
+    let events = Event::all(&memory, &source).expect("a list");
+    let call = word_at(&memory, source.events);
+    let class = word_at(&memory, call + 16);
+    let copy = BASE + 0x7f00;
+    memory.write(|writer| {
+        let at = (class - BASE) as usize;
+        let bytes = writer.memory()[at..at + 40].to_vec();
+        writer.put_bytes(copy, &bytes);
+    });
+    let first_field = word_at(&memory, word_at(&memory, class + 24));
+    let print = word_at(&memory, call + 72);
+    for (address, other) in [
+        (call + 16, copy),
+        (call + 72, print + 1),
+        (class + 24, first_field),
+    ] {
+        let before = word_at(&memory, address);
+        assert!(events[0].is_current(&memory, &source));
+        memory.write(|writer| writer.put(address, other));
+        assert!(!events[0].is_current(&memory, &source), "{address:#x}");
+        memory.write(|writer| writer.put(address, before));
+    }
+}
+
+/// Another event is registered in the same memory before any read of a format.
+#[test]
+fn a_format_is_of_one_event() {
+    let memory = Memory::new(Version::V6_12, 1, 3);
+    let source = memory.source();
+    let events = Event::all(&memory, &source).expect("a list");
+    memory.before_read(|_, _| {});
+    let format = events[0].format(&memory, &source).expect("readable");
+    let call = word_at(&memory, source.events);
+    let other = word_at(&memory, call);
+    let words = [16, 24, 56, 72].map(|at| {
+        [
+            at,
+            word_at(&memory, call + at),
+            word_at(&memory, other + at),
+        ]
+    });
+    let put = move |writer: &mut Writer, which: usize| {
+        for word in words {
+            writer.put(call + word[0], word[which]);
+        }
+        writer.run(usize::MAX);
+    };
+    let mut refused = 0;
+    for when in 0..200 {
+        memory.before_read(move |read, writer| {
+            if read == when {
+                put(writer, 2);
+            }
+        });
+        let result = events[0].format(&memory, &source);
+        let has_acted = memory.reads() > when;
+        memory.rest();
+        memory.write(|writer| put(writer, 1));
+        match result {
+            None => refused += 1,
+            Some(text) => assert_eq!(text, format, "{when}"),
+        }
+        if !has_acted {
+            break;
+        }
+    }
+    assert!(refused > 30, "{refused}");
 }
 
 /// Two CPUs with one ring would deliver its events twice.

@@ -179,3 +179,26 @@ fn a_position_is_continued_in_its_own_page_if_it_is_a_later_reader_page() {
     }
     assert!(found > 10, "{found}");
 }
+
+/// `trace_pipe_raw` may give the ring a page whose time is not initialized.
+#[test]
+fn the_time_of_a_reader_page_without_events_means_nothing() {
+    let memory = Memory::new(Version::V6_12, 1, 4);
+    write(&memory, 0..14, 900);
+    let mut follower = rings(&memory, Start::Oldest);
+    assert_eq!(numbers(&follower.poll(&memory, ALL)).len(), 14);
+    write(&memory, 14..60, 900);
+    memory.write(|writer| {
+        writer.consume(0);
+        writer.take_data(0);
+    });
+    let ring = word(&memory, BASE + 0x300).expect("a ring");
+    let reader = word(&memory, ring + 88).expect("readable");
+    let data = word(&memory, reader + 48).expect("readable");
+    memory.write(|writer| writer.put(data, 1 << 60));
+    let batch = follower.poll(&memory, ALL);
+    assert!(!batch.restarted);
+    let read = numbers(&batch);
+    assert_eq!(read, (60 - read.len() as u64..60).collect::<Vec<_>>());
+    assert_eq!(14 + batch.lost, read[0]);
+}
