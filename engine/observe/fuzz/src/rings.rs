@@ -6,7 +6,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use patchbay_observe::testing::rings::{ARRAY, BASE, Rings as Memory, Version, Writer};
-use patchbay_observe::trace::{Event, Page, Rings, Source, Start};
+use patchbay_observe::trace::{Batch, Event, Page, Rings, Source, Start};
 use patchbay_observe::{Bounded, KernelView, state};
 
 /// The maximum number of reads of one poll, and the maximum number of bytes in them, in addition to
@@ -100,6 +100,8 @@ struct Guest<'a> {
     length: usize,
     /// Time of the last event of both rings.
     time: Rc<Cell<u64>>,
+    /// The guest has changed memory otherwise than a kernel does.
+    is_hostile: bool,
     /// The sums over all batches. The numbers of a hostile guest can be too large for them.
     lost: u64,
     lost_before: u64,
@@ -115,6 +117,7 @@ impl<'a> Guest<'a> {
             source,
             length: memory.write(|writer| writer.memory().len()),
             time: Rc::default(),
+            is_hostile: false,
             lost: 0,
             lost_before: 0,
         }
@@ -136,6 +139,7 @@ impl<'a> Guest<'a> {
         let address = BASE + (at % self.length) as u64;
         let aligned = BASE + (at & !7) as u64;
         let cpu = usize::from(byte & 1);
+        self.is_hostile |= (2..=4).contains(&(kind % 11));
         match kind % 11 {
             0 => self.write(cpu, offset, usize::from(byte >> 1)),
             1 => self.memory.write(|writer| take(writer, cpu, byte >> 1)),
@@ -191,8 +195,9 @@ impl<'a> Guest<'a> {
     }
 
     fn poll(&mut self, limit: usize) {
-        let (lost, lost_before) = poll(self.memory, &mut self.follower, limit);
-        self.lost = self.lost.saturating_add(lost);
+        let (batch, lost_before) = poll(self.memory, &mut self.follower, limit);
+        assert!(self.is_hostile || batch.damaged == 0, "{batch:?}");
+        self.lost = self.lost.saturating_add(batch.lost);
         self.lost_before = self.lost_before.saturating_add(lost_before);
         assert!(self.lost_before <= self.lost, "each loss is reported once");
     }
@@ -204,6 +209,7 @@ fn take(writer: &mut Writer, cpu: usize, how: u8) {
         0 => writer.take_data(cpu),
         1 => writer.put_ring(cpu, 1 - cpu),
         2 => writer.put_ring(cpu, cpu),
+        3 => _ = writer.consume_mapped(cpu),
         _ => _ = writer.consume(cpu),
     }
 }
@@ -223,9 +229,9 @@ fn wild(byte: u8) -> u64 {
     }
 }
 
-/// Polls, and checks the guarantees of a batch. Returns the events that it reports as lost, and
-/// those that its chunks report.
-fn poll(memory: &impl KernelView, follower: &mut Rings, limit: usize) -> (u64, u64) {
+/// Polls, and checks the guarantees of a batch. Returns the batch, and the number of lost events
+/// that its chunks report.
+fn poll(memory: &impl KernelView, follower: &mut Rings, limit: usize) -> (Batch, u64) {
     let view = Counted::new(memory);
     let batch = follower.poll(&view, limit);
     let (reads, bytes) = (view.reads.get(), view.bytes.get());
@@ -244,7 +250,7 @@ fn poll(memory: &impl KernelView, follower: &mut Rings, limit: usize) -> (u64, u
         assert!(count > 0);
         lost_before = lost_before.saturating_add(chunk.lost_before);
     }
-    (batch.lost, lost_before)
+    (batch, lost_before)
 }
 
 /// Reads the lists of instances and of events, and the formats of some events.

@@ -328,24 +328,32 @@ fn a_page_that_leads_to_an_older_one_does_not_make_events_be_read_again() {
     );
 }
 
-/// The oldest page has the memory and the generation that the page of the position had.
+/// The oldest page or the reader page has the memory and the generation that the page of the
+/// position had.
 #[test]
 fn a_page_that_seems_to_be_another_one_does_not_hold_a_follower() {
-    let memory = Memory::new(Version::V6_12, 1, 4);
-    write(&memory, 0..16, 900);
-    let mut follower = rings(&memory, Start::Oldest);
-    assert_eq!(numbers(&follower.poll(&memory, ALL)).len(), 16);
-    let (tail, data) = memory.write(|writer| writer.tail(0));
-    let page = memory.write(|writer| writer.page(0, tail));
-    let oldest = word_at(&memory, page) & !3;
-    let written = word_at(&memory, page + 16);
-    memory.write(|writer| {
-        writer.put(page + 16, written + (1 << 20));
-        writer.put(oldest + 16, written);
-        writer.put(oldest + 48, data);
-    });
-    let batch = follower.poll(&memory, ALL);
-    assert!(!batch.chunks.is_empty(), "{batch:?}");
+    for is_reader in [false, true] {
+        let memory = Memory::new(Version::V6_12, 1, 4);
+        write(&memory, 0..15, 900);
+        let mut follower = rings(&memory, Start::Oldest);
+        assert_eq!(numbers(&follower.poll(&memory, ALL)).len(), 15);
+        write(&memory, 15..16, 900);
+        let (tail, data) = memory.write(|writer| writer.tail(0));
+        let page = memory.write(|writer| writer.page(0, tail));
+        let ring = word_at(&memory, BASE + 0x300);
+        let other = match is_reader {
+            true => word_at(&memory, ring + 88),
+            false => word_at(&memory, page) & !3,
+        };
+        let written = word_at(&memory, page + 16);
+        memory.write(|writer| {
+            writer.put(page + 16, written + (1 << 20));
+            writer.put(other + 16, written);
+            writer.put(other + 48, data);
+        });
+        let batch = follower.poll(&memory, ALL);
+        assert!(!batch.chunks.is_empty(), "{is_reader}: {batch:?}");
+    }
 }
 
 /// The guest has changed the clock, has written more events than before, and has consumed those of
