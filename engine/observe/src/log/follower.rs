@@ -291,9 +291,8 @@ fn oldest(
     let mut passed = 0;
     for _ in 0..ring.from(ring.tail).min(ring.count()) {
         *steps = steps.checked_sub(1)?;
-        if !ring.is_gone(view, id)
-            && let Slot::Record(record) = ring.record(view, id)
-        {
+        // One read finds a record that is reclaimed.
+        if let Slot::Record(record) = ring.record(view, id) {
             return Some((id, record.seq));
         }
         id = id.wrapping_add(1) & ID;

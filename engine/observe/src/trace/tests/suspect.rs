@@ -69,6 +69,21 @@ fn a_cpu_that_comes_online_is_read_from_its_first_event() {
     assert_eq!(seen(&follower.poll(&memory, ALL)), [(1, 5, 3)]);
 }
 
+/// The kernel clears the pointer to a ring that it frees. The memory may be reused.
+#[test]
+fn a_ring_without_a_pointer_is_not_read() {
+    let memory = Memory::new(Version::V6_12, 2, 4);
+    write(&memory, 0..2, 100);
+    let mut follower = rings(&memory, Start::Oldest);
+    assert_eq!(numbers(&follower.poll(&memory, ALL)), [0, 1]);
+    let ring = word_at(&memory, BASE + 0x300);
+    memory.write(|writer| writer.put(BASE + 0x300, 0));
+    write(&memory, 2..3, 100);
+    assert_eq!(follower.poll(&memory, ALL), Batch::default());
+    memory.write(|writer| writer.put(BASE + 0x300, ring));
+    assert_eq!(numbers(&follower.poll(&memory, ALL)), [2]);
+}
+
 #[test]
 fn an_instance_that_was_removed_is_not_taken_for_another_one() {
     let memory = Memory::new(Version::V6_12, 1, 4);
