@@ -206,6 +206,20 @@ fn a_format_is_of_one_event() {
     assert!(refused > 30, "{refused}");
 }
 
+#[test]
+fn a_guest_that_counts_fewer_events_than_it_has_written_loses_none() {
+    let memory = Memory::new(Version::V6_12, 1, 4);
+    write(&memory, 0..2, 100);
+    let mut follower = rings(&memory, Start::Oldest);
+    assert_eq!(numbers(&follower.poll(&memory, ALL)), [0, 1]);
+    write(&memory, 2..3, 100);
+    // `entries`
+    let ring = word_at(&memory, BASE + 0x300);
+    memory.write(|writer| writer.put(ring + 104, 2));
+    let batch = follower.poll(&memory, ALL);
+    assert_eq!((numbers(&batch), batch.lost), (vec![2], 0));
+}
+
 /// Two CPUs with one ring would deliver its events twice.
 #[test]
 fn a_ring_that_two_cpus_have_is_read_once() {
