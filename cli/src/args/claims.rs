@@ -21,6 +21,9 @@ pub struct ClaimsListArgs {
     /// Only claims whose owner belongs to this client, for example uid:1000.
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "PRINCIPAL")]
     pub principal: Option<String>,
+    /// Only claims that do not hold: another claim decides, the key is gone, or it was changed.
+    #[arg(long)]
+    pub not_made: bool,
 }
 
 #[derive(Debug, Subcommand)]

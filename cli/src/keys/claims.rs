@@ -31,6 +31,8 @@ pub struct Claim {
     since: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     expires_at: Option<String>,
+    /// The claim is void because the key's module was unloaded.
+    key_replaced: bool,
 }
 
 /// The answer to a request that sets claims, as it is printed.
@@ -73,6 +75,7 @@ pub async fn list(
         patterns: names::expand(arguments.patterns.clone())?,
         principal: arguments.principal.clone().unwrap_or_default(),
         owner: arguments.owner.clone().unwrap_or_default(),
+        not_made: arguments.not_made,
         ..Default::default()
     };
     let claims = lists::claims(client, request).await?;
@@ -221,6 +224,7 @@ impl From<v1::Claim> for Claim {
             generation: claim.generation,
             since: view::time(claim.since),
             expires_at: claim.expires_at.map(|at| view::time(Some(at))),
+            key_replaced: claim.key_replaced,
         }
     }
 }
@@ -281,7 +285,10 @@ impl Printable for Vec<Claim> {
             rows.push([
                 claim.key.as_str(),
                 claim.want,
-                claim.state,
+                match (claim.state, claim.key_replaced) {
+                    ("void", true) => "void (the module was unloaded)",
+                    (state, _) => state,
+                },
                 if claim.decides { "yes" } else { "" },
                 &claim.principal,
                 &claim.owner,

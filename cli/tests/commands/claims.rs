@@ -39,6 +39,8 @@ fn claims_of_two_owners_are_listed_and_undone_in_the_order_of_their_start() {
     assert_eq!(row(1), ["\"incident\"", "\"off\"", "\"made\"", "true"]);
     let of = ["keys", "claims", "--owner", "canary", "-o", "name"];
     assert_eq!(lab.ok(&of), "alpha\nbeta\n");
+    let not_made = ["keys", "claims", "--not-made", "-o", "name"];
+    assert_eq!(lab.ok(&not_made), "alpha\n");
     let uid = rustix::process::getuid().as_raw();
     let nobody = ["keys", "claims", "--principal", "uid:12345", "-o", "name"];
     assert_eq!(lab.ok(&nobody), "");

@@ -4171,7 +4171,10 @@ type ListClaimsRequest struct {
 	// Only claims of this principal's owners; all if empty.
 	Principal string `protobuf:"bytes,5,opt,name=principal,proto3" json:"principal,omitempty"`
 	// Only claims of owners of this name; all if empty.
-	Owner         string `protobuf:"bytes,6,opt,name=owner,proto3" json:"owner,omitempty"`
+	Owner string `protobuf:"bytes,6,opt,name=owner,proto3" json:"owner,omitempty"`
+	// Only claims whose state is not MADE. A kernel that does not register is discovered first, so
+	// that a module which was loaded or unloaded since is known.
+	NotMade       bool `protobuf:"varint,7,opt,name=not_made,json=notMade,proto3" json:"not_made,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -4248,13 +4251,22 @@ func (x *ListClaimsRequest) GetOwner() string {
 	return ""
 }
 
+func (x *ListClaimsRequest) GetNotMade() bool {
+	if x != nil {
+		return x.NotMade
+	}
+	return false
+}
+
 type ListClaimsResponse struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Claims []*Claim               `protobuf:"bytes,1,rep,name=claims,proto3" json:"claims,omitempty"`
 	// Empty on the last page.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	// The guest's boot; empty if it is not known.
-	Boot          string `protobuf:"bytes,3,opt,name=boot,proto3" json:"boot,omitempty"`
+	Boot string `protobuf:"bytes,3,opt,name=boot,proto3" json:"boot,omitempty"`
+	// If the request has `not_made`: the number of claims in any state that the other fields select.
+	Total         uint32 `protobuf:"varint,4,opt,name=total,proto3" json:"total,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -4310,6 +4322,13 @@ func (x *ListClaimsResponse) GetBoot() string {
 	return ""
 }
 
+func (x *ListClaimsResponse) GetTotal() uint32 {
+	if x != nil {
+		return x.Total
+	}
+	return 0
+}
+
 // The state that one owner wants for one key.
 type Claim struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -4327,7 +4346,10 @@ type Claim struct {
 	// one key are ordered by it.
 	Since *timestamppb.Timestamp `protobuf:"bytes,8,opt,name=since,proto3" json:"since,omitempty"`
 	// Unset if it does not expire.
-	ExpiresAt     *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=expires_at,json=expiresAt,proto3" json:"expires_at,omitempty"`
+	ExpiresAt *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=expires_at,json=expiresAt,proto3" json:"expires_at,omitempty"`
+	// The claim is void because the key's module was unloaded, so the key that was claimed no longer
+	// exists. A key of this name may exist again.
+	KeyReplaced   bool `protobuf:"varint,10,opt,name=key_replaced,json=keyReplaced,proto3" json:"key_replaced,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -4423,6 +4445,13 @@ func (x *Claim) GetExpiresAt() *timestamppb.Timestamp {
 		return x.ExpiresAt
 	}
 	return nil
+}
+
+func (x *Claim) GetKeyReplaced() bool {
+	if x != nil {
+		return x.KeyReplaced
+	}
+	return false
 }
 
 type VerifyStaticKeysRequest struct {
@@ -5209,7 +5238,7 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\amessage\x18\x05 \x01(\tR\amessage\x12!\n" +
 	"\fcount_before\x18\x06 \x01(\x05R\vcountBefore\x12\x1f\n" +
 	"\vcount_after\x18\a \x01(\x05R\n" +
-	"countAfter\"\xb5\x01\n" +
+	"countAfter\"\xd0\x01\n" +
 	"\x11ListClaimsRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x1b\n" +
 	"\tpage_size\x18\x02 \x01(\x05R\bpageSize\x12\x1d\n" +
@@ -5217,11 +5246,13 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"page_token\x18\x03 \x01(\tR\tpageToken\x12\x1a\n" +
 	"\bpatterns\x18\x04 \x03(\tR\bpatterns\x12\x1c\n" +
 	"\tprincipal\x18\x05 \x01(\tR\tprincipal\x12\x14\n" +
-	"\x05owner\x18\x06 \x01(\tR\x05owner\"|\n" +
+	"\x05owner\x18\x06 \x01(\tR\x05owner\x12\x19\n" +
+	"\bnot_made\x18\a \x01(\bR\anotMade\"\x92\x01\n" +
 	"\x12ListClaimsResponse\x12*\n" +
 	"\x06claims\x18\x01 \x03(\v2\x12.patchbay.v1.ClaimR\x06claims\x12&\n" +
 	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x12\n" +
-	"\x04boot\x18\x03 \x01(\tR\x04boot\"\xcf\x02\n" +
+	"\x04boot\x18\x03 \x01(\tR\x04boot\x12\x14\n" +
+	"\x05total\x18\x04 \x01(\rR\x05total\"\xf2\x02\n" +
 	"\x05Claim\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x1c\n" +
 	"\tprincipal\x18\x02 \x01(\tR\tprincipal\x12\x14\n" +
@@ -5234,7 +5265,9 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\adecides\x18\a \x01(\bR\adecides\x120\n" +
 	"\x05since\x18\b \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x129\n" +
 	"\n" +
-	"expires_at\x18\t \x01(\v2\x1a.google.protobuf.TimestampR\texpiresAt\"K\n" +
+	"expires_at\x18\t \x01(\v2\x1a.google.protobuf.TimestampR\texpiresAt\x12!\n" +
+	"\fkey_replaced\x18\n" +
+	" \x01(\bR\vkeyReplaced\"K\n" +
 	"\x17VerifyStaticKeysRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x1a\n" +
 	"\bpatterns\x18\x02 \x03(\tR\bpatterns\"\xcb\x01\n" +

@@ -2,7 +2,7 @@
 //! The methods of `patchbay.v1.StaticKeysService` on claims.
 
 use std::collections::HashSet;
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
 use patchbay_proto::v1;
 use prost::Message;
@@ -68,6 +68,7 @@ pub async fn set(
 pub async fn list(
     keys: &Keys,
     request: v1::ListClaimsRequest,
+    deadline: Instant,
 ) -> Result<v1::ListClaimsResponse, KeysError> {
     let query = ClaimQuery {
         page_size: page_size(request.page_size)?,
@@ -75,7 +76,12 @@ pub async fn list(
         patterns: Patterns::parse(&request.patterns)?,
         principal: request.principal,
         name: request.owner,
+        not_made: request.not_made,
     };
+    // A kernel's modules are read with its keys.
+    if query.not_made {
+        keys.find_kernel(deadline).await;
+    }
     keys.adopt_ledger().await?;
     let keys = keys.clone();
     // This reads the count of every claimed key.
@@ -87,6 +93,10 @@ pub async fn list(
         claims: page.claims.into_iter().map(claim).collect(),
         next_page_token: page.next_page_token,
         boot: page.boot,
+        total: match request.not_made {
+            true => convert::to_u32(page.total),
+            false => 0,
+        },
     })
 }
 
@@ -262,6 +272,7 @@ fn claim(view: ClaimView) -> v1::Claim {
         decides: view.decides,
         since: Some(view.claim.since.into()),
         expires_at: view.expires_at.map(Into::into),
+        key_replaced: view.claim.replaced,
     }
 }
 

@@ -237,8 +237,9 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::ListClaimsRequest>,
     ) -> Result<Response<v1::ListClaimsResponse>, Status> {
+        let CallTimes { deadline, .. } = CallTimes::of(request.metadata());
         let (guest, _, request) = self.access.admit(request)?;
-        let answer = claims::list(&guest.keys, request.into_inner()).await?;
+        let answer = claims::list(&guest.keys, request.into_inner(), deadline).await?;
         Ok(Response::new(answer))
     }
 

@@ -14,6 +14,8 @@ pub use self::discovery::{Discovered, discovered_after, found, found_after, foun
 pub use self::log::GuestLog;
 pub use self::rings::{GuestRings, numbered};
 
+use std::time::{Duration, Instant};
+
 use patchbay_proto::v1;
 use tonic::{Request, Status};
 
@@ -41,7 +43,8 @@ pub async fn list_claims(
     keys: &Keys,
     request: v1::ListClaimsRequest,
 ) -> Result<v1::ListClaimsResponse, Status> {
-    Ok(claims::list(keys, request).await?)
+    let deadline = Instant::now() + Duration::from_secs(30);
+    Ok(claims::list(keys, request, deadline).await?)
 }
 
 /// Returns the first page of holds, with a page size of 100.

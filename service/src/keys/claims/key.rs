@@ -57,6 +57,9 @@ pub struct Claim {
     pub since: SystemTime,
     /// The guest has changed the key since.
     pub void: bool,
+    /// The claim is void because its key is gone and another one may have the same name.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub replaced: bool,
 }
 
 /// The claims on one key.
@@ -220,7 +223,10 @@ impl KeyClaims {
         self.leaving.clear();
         self.ended = None;
         self.retry = None;
-        self.stack.iter_mut().for_each(|claim| claim.void = true);
+        for claim in &mut self.stack {
+            claim.replaced |= !claim.void;
+            claim.void = true;
+        }
     }
 
     /// Voids the claims that the guest has changed. `key` is the present instance of the key, and

@@ -27,6 +27,8 @@ pub struct ClaimQuery {
     pub principal: String,
     /// Only claims of owners of this name; empty for all.
     pub name: String,
+    /// Only claims that are not made.
+    pub not_made: bool,
 }
 
 /// A page of claims, ordered by key. The claims on one key are ordered from the oldest to the
@@ -39,6 +41,8 @@ pub struct ClaimPage {
     pub next_page_token: String,
     /// The guest's boot, as requests name it; empty if it is not known.
     pub boot: String,
+    /// If the query is for claims that are not made: the number of claims in any state.
+    pub total: usize,
 }
 
 /// A claim as it is listed.
@@ -79,13 +83,20 @@ impl Keys {
         });
         for (name, claims) in book.claims.keys_from(&query.page_token) {
             // The counts of other owners' keys are not read, because the lock of the book is held.
-            let mut owners = claims.stack().iter().map(|claim| &claim.owner);
-            if !owners.any(|owner| query.selects(owner)) || !query.patterns.select_full(name) {
+            let owners = claims.stack().iter().map(|claim| &claim.owner);
+            let selected = owners.filter(|owner| query.selects(owner)).count();
+            if selected == 0 || !query.patterns.select_full(name) {
                 continue;
             }
+            page.total += selected;
             if page.claims.len() >= query.page_size || bytes > PAGE_BYTES / 2 {
-                page.next_page_token.clone_from(name);
-                break;
+                if page.next_page_token.is_empty() {
+                    page.next_page_token.clone_from(name);
+                }
+                match query.not_made {
+                    true => continue,
+                    false => break,
+                }
             }
             let mut claims = claims.clone();
             let holds = |instance| book.holds.copy(instance);
@@ -100,13 +111,17 @@ impl Keys {
             {
                 let state = book.claims.owner(&claim.owner);
                 let verdict = count.and_then(|count| claims.verdict(&claim.owner, count));
+                let verdict = verdict.unwrap_or(Verdict::Missing);
+                if query.not_made && verdict == Verdict::Made {
+                    continue;
+                }
                 bytes += name.len() + claim.owner.holder().len() + ITEM_BYTES;
                 page.claims.push(ClaimView {
                     key: name.clone(),
                     claim: claim.clone(),
                     generation: state.map_or(0, |state| state.generation),
                     decides: decider.as_ref() == Some(&claim.owner),
-                    verdict: verdict.unwrap_or(Verdict::Missing),
+                    verdict,
                     expires_at: state.and_then(|state| state.expires).map(|(_, at)| at),
                 });
             }

@@ -21,6 +21,7 @@ fn claim(owner: &Owner, want: Want, force: bool) -> Claim {
         force,
         since: SystemTime::UNIX_EPOCH,
         void: false,
+        replaced: false,
     }
 }
 
@@ -312,8 +313,10 @@ fn a_key_that_the_guest_has_changed_is_void_and_stays_as_the_guest_left_it() {
     assert_eq!(guest.claims.verdict(&a, 0), Some(Verdict::Void));
     // The module of the key was loaded again.
     guest.set(&a, Some(Want::Held), false).expect("a new claim");
+    assert!(guest.claims.stack().iter().all(|claim| !claim.replaced));
     guest.claims.lose();
     assert_eq!(guest.claims.verdict(&a, 0), Some(Verdict::Void));
+    assert!(guest.claims.stack().iter().all(|claim| claim.replaced));
 }
 
 /// After a boot, owners make their claims again in any order.

@@ -233,6 +233,7 @@ impl<G: Guest> Executor<G> {
                 force: wanted.force,
                 since,
                 void: false,
+                replaced: false,
             });
             match step.claims.target(seen, Some(owner)) {
                 Ok(found) if found.count(seen).abs_diff(count) <= MAX_STEPS => {

@@ -515,6 +515,46 @@ async fn a_list_has_no_pages_for_claims_of_others() {
     assert_eq!((page.claims.len(), &*page.next_page_token), (1, ""));
 }
 
+/// Checks what a list of the claims that are not made says of a key whose module is loaded again.
+#[tokio::test]
+async fn claims_on_a_key_whose_module_is_loaded_again_are_told_from_others() {
+    let rig = rig();
+    let load = || rig.guest.add_module("mod", &[TestKey::new("gamma", 0)]);
+    assert_eq!(load(), 0);
+    let wanted = [
+        ("alpha", Want::On),
+        ("beta", Want::On),
+        ("mod:gamma", Want::On),
+    ];
+    rig.set("a", 1, &wanted).await.expect("made");
+    let not_made = |page_size| {
+        let page = rig.keys.claims(&ClaimQuery {
+            page_size,
+            name: "a".to_owned(),
+            not_made: true,
+            ..ClaimQuery::default()
+        });
+        assert_eq!(page.total, 3);
+        let claims = page.claims.into_iter();
+        let claims = claims.map(|one| (one.key, one.verdict, one.claim.replaced));
+        (claims.collect::<Vec<_>>(), page.next_page_token)
+    };
+    assert_eq!(not_made(10), (vec![], String::new()));
+    assert_eq!(rig.guest.delete_module("mod"), 0);
+    let gamma = |verdict, replaced| ("mod:gamma".to_owned(), verdict, replaced);
+    let (unloaded, _) = not_made(10);
+    assert_eq!(unloaded, [gamma(Verdict::Missing, false)]);
+    assert_eq!(load(), 0);
+    let (loaded, _) = not_made(10);
+    assert_eq!(loaded, [gamma(Verdict::Void, true)]);
+    // The guest changes another key, which is on the first page then.
+    rig.guest.set_count("alpha", 0);
+    let alpha = ("alpha".to_owned(), Verdict::Void, false);
+    assert_eq!(not_made(1), (vec![alpha], "beta".to_owned()));
+    rig.set("a", 2, &wanted).await.expect("made again");
+    assert_eq!(not_made(10), (vec![], String::new()));
+}
+
 /// A key whose references are to be returned is unloaded with its module. The void claim on it is
 /// not tried again.
 #[tokio::test]
