@@ -12,6 +12,7 @@ use crate::authority::{Authority, Refused, operates};
 use crate::hosts::{CallError, Host, Hosts};
 use crate::plan::{self, Asks, FAN_OUT};
 use crate::rollout::{Member, NotLegal, Phase, Plan, State, bounded};
+use crate::runner::guests::no_effect;
 use crate::runner::{Command, Running, now};
 use crate::spec::{LateGuests, Spec};
 use crate::storage;
@@ -316,10 +317,7 @@ fn differs(
 ) -> Option<&'static str> {
     match state {
         Some(v1::ClaimState::Made) => None,
-        Some(v1::ClaimState::HeldByOthers) => Some("another claim or a hold decides"),
-        Some(v1::ClaimState::Missing) => Some("the kernel has no such key now"),
-        Some(v1::ClaimState::Void) => Some("the guest has changed the key since"),
-        Some(v1::ClaimState::Refused | v1::ClaimState::Unspecified) => Some("not made"),
+        Some(state) => Some(no_effect(state)),
         // Only a claim that is not listed can have ended. A guest that booted again makes its
         // claims later than the stored time assumes.
         None if has_expired => None,

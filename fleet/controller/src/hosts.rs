@@ -39,6 +39,8 @@ const CHANGES: usize = 32;
 /// The timeout of a call. The service limits a call to 30 s, and the answer needs time to arrive.
 const CALL_TIMEOUT: Duration = Duration::from_secs(35);
 const MAX_ANSWER_BYTES: usize = 8 << 20;
+/// The maximum number of claims that are not made in an answer. One of them is shown.
+const NOT_MADE: i32 = 100;
 
 /// The address of a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -297,14 +299,30 @@ impl Host {
         }
     }
 
-    /// Returns the guest's boot, and whether the owner with this name has a claim.
-    pub async fn boot(&self, guest: &str, owner: &str) -> Result<(String, bool), Status> {
+    /// Returns the guest's boot, the number of claims of the owner with this name, and the first
+    /// ones that are not made.
+    pub async fn not_made(
+        &self,
+        guest: &str,
+        owner: &str,
+    ) -> Result<v1::ListClaimsResponse, Status> {
         let _permit = self.permit().await?;
         let mut keys = self.keys();
-        let request = timed(claims_of(guest, owner, 1));
+        let request = v1::ListClaimsRequest {
+            not_made: true,
+            ..claims_of(guest, owner, NOT_MADE)
+        };
         // All members of a rollout are asked at once.
-        let page = Box::pin(self.answer(keys.list_claims(request))).await?;
-        Ok((page.boot, !page.claims.is_empty()))
+        Box::pin(self.answer(keys.list_claims(timed(request)))).await
+    }
+
+    /// Returns the guest's boot; empty if it is not known.
+    pub async fn boot(&self, guest: &str) -> Result<String, Status> {
+        let _permit = self.permit().await?;
+        let mut keys = self.keys();
+        // The answer names the boot also if there are no claims.
+        let request = timed(claims_of(guest, "", 1));
+        Ok(self.answer(keys.list_claims(request)).await?.boot)
     }
 
     /// Returns the first page of a guest's keys whose names match.

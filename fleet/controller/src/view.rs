@@ -217,6 +217,10 @@ pub fn explain(rollout: &Rollout, index: usize, now: Millis) -> Vec<String> {
         }
         State::NotYet { failure, why } => {
             let next = match (header.phase, failure) {
+                (_, Failure::Ineffective) => {
+                    "nothing is sent to it while it has the claims; `rollout drift --fix` makes \
+                     them again"
+                }
                 (Phase::Paused, _) => "it is tried again after a resume",
                 (_, Failure::Refused) => {
                     "it is tried again at growing intervals, and at once when a host or guest \

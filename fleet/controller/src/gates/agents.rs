@@ -84,9 +84,8 @@ async fn report(hosts: &Hosts, observed: &Observed) -> Result<Report, String> {
 
 async fn from_memory(host: &Host, guest: &str) -> Result<Report, String> {
     let state = host.kernel_state(guest).await?;
-    // The answer names the boot also if there are no claims.
-    let boot = host.boot(guest, "").await;
-    let (boot, _) = boot.map_err(|status| CallError::new(&status).why)?;
+    let boot = host.boot(guest).await;
+    let boot = boot.map_err(|status| CallError::new(&status).why)?;
     if boot.is_empty() {
         return Err("the boot of its kernel is not known".to_owned());
     }

@@ -5,8 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::state::{
-    Changes, End, Event, Failure, Header, Member, Millis, Phase, Rollout, Run, Stage, State,
-    TimelineEntry,
+    Changes, End, Event, Header, Member, Millis, Phase, Rollout, Run, Stage, State, TimelineEntry,
 };
 
 /// The number of calls without an answer after which the wave does not wait for the guest any more.
@@ -34,7 +33,7 @@ pub enum Action {
     Release { member: usize, generation: u64 },
     /// Get the report of the member's agent, before the member's first claims.
     Observe { member: usize, generation: u64 },
-    /// Get the guest's boot, and whether the guest has claims of the rollout.
+    /// Get the guest's boot, and what it has of the rollout's claims.
     Check { member: usize, generation: u64 },
     /// Evaluate this gate for the wave.
     RunGate {
@@ -55,64 +54,6 @@ impl Step {
     pub(super) fn wake(&mut self, at: Millis) {
         self.wake_at = Some(self.wake_at.map_or(at, |earlier| earlier.min(at)));
     }
-}
-
-/// The outcome of [`Action::Claim`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ClaimOutcome {
-    /// Every claim is made.
-    Made {
-        boot: String,
-        pause_us: u64,
-        /// The time after which the claims end by themselves.
-        ttl: Option<Millis>,
-    },
-    /// Nothing is made, because the guest has booted again, and this is its boot.
-    Booted {
-        boot: String,
-    },
-    /// The guest has answered, and some claims are not made.
-    NotMade {
-        /// The guest has a record of at least one of the claims.
-        has_claims: bool,
-        /// The time after which these end by themselves.
-        ttl: Option<Millis>,
-        why: String,
-    },
-    Failed {
-        failure: Failure,
-        why: String,
-    },
-    /// The guest has seen this later generation, so the store is older than the guest's state.
-    Stale {
-        seen: u64,
-    },
-}
-
-/// The outcome of [`Action::RunGate`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum GateAnswer {
-    Passed,
-    Failed(String),
-    /// The party that was asked is down, or has not answered the question.
-    Inconclusive(String),
-}
-
-/// The outcome of [`Action::Release`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ReleaseOutcome {
-    Released {
-        void: bool,
-    },
-    Failed {
-        why: String,
-    },
-    /// The guest had confirmed the claims, and knows nothing of them any more.
-    Unknown,
-    /// The same as in [`ClaimOutcome`].
-    Stale {
-        seen: u64,
-    },
 }
 
 impl Rollout {
@@ -333,7 +274,7 @@ impl Rollout {
     fn admit(&mut self, now: Millis, step: &mut Step) {
         if let Some(freeze) = self.header.policy.frozen(now) {
             let is_waiting =
-                |member: &Member| matches!(member.state, State::Pending | State::NotYet { .. });
+                |member: &Member| member.state == State::Pending || member.state.is_retried();
             if self.members[self.reached()].iter().any(is_waiting) {
                 step.wake(freeze.until);
             }
@@ -353,7 +294,7 @@ impl Rollout {
             }
         }
         let is_pending = |index: &usize| self.members[*index].state == State::Pending;
-        let is_late = |index: &usize| matches!(self.members[*index].state, State::NotYet { .. });
+        let is_late = |index: &usize| self.members[*index].state.is_retried();
         let pending: Vec<usize> = self.reached().filter(is_pending).collect();
         let late: Vec<usize> = self.reached().filter(is_late).collect();
         // Guests that do not answer must not keep those that wait for their first call.
@@ -423,11 +364,12 @@ impl Rollout {
         *generation
     }
 
-    /// Asks the guests that have the claims if they still do: all at an interval, and those that
-    /// may have changed at once.
+    /// Asks the guests that have the claims what has become of them: all at an interval, those
+    /// that may have changed at once, and those on which claims have no effect with a growing
+    /// delay.
     fn check(&mut self, now: Millis, step: &mut Step) {
-        let is_made = |member: &Member| matches!(member.state, State::AsWanted { .. });
-        if !self.members.iter().any(is_made) {
+        let has_claims = |member: &Member| member.state.has_claims();
+        if !self.members.iter().any(has_claims) {
             return;
         }
         let latest = now.saturating_add(CHECK_INTERVAL);
@@ -444,8 +386,10 @@ impl Rollout {
             self.run.check_from = Some(latest);
         }
         step.wake(self.run.check_from.unwrap_or(latest));
+        let is_ineffective = |member: &usize| self.members[*member].state.is_ineffective();
+        members.extend(self.reached().filter(is_ineffective));
         for member in members {
-            if is_made(&self.members[member]) {
+            if has_claims(&self.members[member]) {
                 let generation = self.members[member].generation;
                 self.send(Action::Check { member, generation }, member, now, step);
             }

@@ -18,7 +18,7 @@
 //!  a guest:    Pending ──▶ Claiming ──▶ AsWanted ──▶ Releasing ──▶ Released
 //!                             │  ▲           │             ▲
 //!                             ▼  │           ▼             │
-//!                            NotYet ◀──── booted again     │
+//!                            NotYet ◀─── lost, no effect   │
 //!                               └──────── abort, undo ─────┘
 //!
 //!  NotYet, and any state in which the guest may have claims:  forget ──▶ Forgotten
@@ -28,7 +28,9 @@
 //! it wants, which is empty after an abort or undo, with a generation that fences every earlier
 //! call. The same set may be sent any number of times, so an answer that is lost costs only time.
 //! No failure is final: a set that is not made is sent again, with a growing delay, until it is
-//! made or a person gives the guest up.
+//! made or a person gives the guest up. A guest that has made its claims is asked what has become
+//! of them. If they have no effect any more, the guest is `NotYet` and nothing is sent: it is
+//! `AsWanted` again when the others' claims have ended, or a person has the claims made again.
 //!
 //! A driver calls [`Rollout::step`], saves the changes that [`Rollout::take_changes`] names,
 //! performs the actions, and reports each outcome. The driver may be killed between any two of
@@ -66,7 +68,8 @@ pub use self::describe::lasting;
 pub use self::keys::{Claim, Guarded, KeySet, KeySets, Tracepoint, Want};
 pub use self::legal::{NotLegal, Verb};
 pub(crate) use self::machine::bounded;
-pub use self::machine::{Action, ClaimOutcome, GateAnswer, ReleaseOutcome, Step};
+pub use self::machine::{Action, Step};
+pub use self::outcomes::{ClaimOutcome, Found, FoundClaims, GateAnswer, ReleaseOutcome};
 pub use self::policy::{
     AfterReboot, AgentLimits, Caps, ErrorsOf, Freeze, OnFailure, Policy, WaveGate, WaveGateKind,
 };

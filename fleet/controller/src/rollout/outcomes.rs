@@ -3,18 +3,100 @@
 
 use std::collections::BTreeSet;
 
-use super::machine::{
-    BACKOFF, ClaimOutcome, GateAnswer, MAX_ATTEMPTS, MAX_BACKOFF, MAX_GENERATION, ReleaseOutcome,
-    bounded,
-};
+use super::machine::{BACKOFF, MAX_ATTEMPTS, MAX_BACKOFF, MAX_GENERATION, bounded};
 use super::policy::AfterReboot;
 use super::state::{Event, Failure, Member, Millis, Phase, Rollout, Stage, State};
 use crate::hosts::Changed;
 
-/// The time within which a guest boots soon after its change.
+/// The time within which a guest boots, or loads a module again, soon after its change.
 const SOON: Millis = 600_000;
-/// The number of such boots after which the guest is left as it is.
+/// The number of such events after which the guest is left as it is.
 const MAX_BOOTS: u32 = 3;
+/// Why a guest is not as wanted that has confirmed the claims in this boot and has none.
+const LOST_LEDGER: &str =
+    "its service has lost its record of the claims, so nobody knows whether they still hold";
+
+/// The outcome of [`super::Action::Claim`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ClaimOutcome {
+    /// Every claim is made.
+    Made {
+        boot: String,
+        pause_us: u64,
+        /// The time after which the claims end by themselves.
+        ttl: Option<Millis>,
+    },
+    /// Nothing is made, because the guest has booted again, and this is its boot.
+    Booted {
+        boot: String,
+    },
+    /// The guest has answered, and some claims are not made.
+    NotMade {
+        /// The guest has a record of at least one of the claims.
+        has_claims: bool,
+        /// The guest has a record of all of them, and those that are not made have no effect at
+        /// present.
+        is_ineffective: bool,
+        /// The time after which these end by themselves.
+        ttl: Option<Millis>,
+        why: String,
+    },
+    Failed {
+        failure: Failure,
+        why: String,
+    },
+    /// The guest has seen this later generation, so the store is older than the guest's state.
+    Stale {
+        seen: u64,
+    },
+}
+
+/// The outcome of [`super::Action::Check`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// The guest's boot; empty if it is not known.
+    pub boot: String,
+    pub claims: FoundClaims,
+}
+
+/// The claims of a rollout that a guest has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FoundClaims {
+    None,
+    /// Every claim that the guest has is made.
+    Made,
+    /// Some claims have no effect, for this reason: another claim or a hold decides, the key's
+    /// module is not loaded, or the guest or an operator has changed the key.
+    Ineffective(String),
+    /// A key's module was unloaded and loaded again, so the key has no claim.
+    Replaced(String),
+}
+
+/// The outcome of [`super::Action::RunGate`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GateAnswer {
+    Passed,
+    Failed(String),
+    /// The party that was asked is down, or has not answered the question.
+    Inconclusive(String),
+}
+
+/// The outcome of [`super::Action::Release`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ReleaseOutcome {
+    Released {
+        void: bool,
+    },
+    Failed {
+        why: String,
+    },
+    /// The guest had confirmed the claims, and knows nothing of them any more.
+    Unknown,
+    /// The same as in [`ClaimOutcome`].
+    Stale {
+        seen: u64,
+    },
+}
 
 impl Rollout {
     /// Ends the action of a member. Returns whether its outcome counts. An outcome of an earlier
@@ -58,6 +140,7 @@ impl Rollout {
             }
             ClaimOutcome::NotMade {
                 has_claims,
+                is_ineffective,
                 ttl,
                 why,
             } => {
@@ -69,10 +152,11 @@ impl Rollout {
                     true => member.confirm(ttl, now),
                     false => member.is_confirmed = false,
                 }
-                State::NotYet {
-                    failure: Failure::Refused,
-                    why,
-                }
+                let failure = match is_ineffective {
+                    true => Failure::Ineffective,
+                    false => Failure::Refused,
+                };
+                State::NotYet { failure, why }
             }
             // The boot is stored before a call names it. A later generation makes the claims.
             ClaimOutcome::Booted { boot } => {
@@ -176,35 +260,82 @@ impl Rollout {
         );
     }
 
-    /// Records the outcome of [`super::Action::Check`]: the guest's boot, and whether the guest has
-    /// claims of the rollout. A guest that has booted since has lost them.
-    pub fn checked(
-        &mut self,
-        index: usize,
-        generation: u64,
-        found: Option<(String, bool)>,
-        now: Millis,
-    ) {
-        if !self.ends(index, generation) {
+    /// Records the outcome of [`super::Action::Check`]; `None` if the guest was not found.
+    pub fn checked(&mut self, index: usize, generation: u64, found: Option<Found>, now: Millis) {
+        if !self.ends(index, generation) || !self.members[index].state.has_claims() {
             return;
         }
-        let (State::AsWanted { .. }, Some((boot, has_claims))) =
-            (&self.members[index].state, found)
-        else {
+        // The delay of a guest that is only asked is not that of its next claims.
+        let retry = self.run.retries.remove(&index);
+        if let Some(Found { boot, claims }) = found.filter(|found| !found.boot.is_empty()) {
+            match claims {
+                FoundClaims::None => self.has_none(index, &boot, now),
+                FoundClaims::Made if self.members[index].state.is_ineffective() => {
+                    let pause_us = self.members[index].pause().unwrap_or(0);
+                    self.set(index, State::AsWanted { pause_us });
+                }
+                FoundClaims::Made => {}
+                FoundClaims::Ineffective(why) => self.ineffective(index, &why, now),
+                FoundClaims::Replaced(why) => self.replaced(index, &why, now),
+            }
+        }
+        if self.members[index].state.is_ineffective() {
+            self.run.retries.extend(retry.map(|retry| (index, retry)));
+            self.put_off(index, now);
+        }
+    }
+
+    /// Records that the claims of a guest have no effect. The timeline has an entry for the first
+    /// guest: a person or a later rollout may have changed all of them.
+    fn ineffective(&mut self, index: usize, why: &str, now: Millis) {
+        let why = bounded(why);
+        match &self.members[index].state {
+            State::NotYet { why: before, .. } if *before == why => return,
+            State::NotYet { .. } => {}
+            _ => {
+                let is_first = !self.members.iter().any(|one| one.state.is_ineffective());
+                if is_first {
+                    let guest = &self.members[index].guest;
+                    let text = format!("guest {guest} is no longer as wanted: {why}");
+                    self.note_of(Event::Drift, "", now, text);
+                }
+            }
+        }
+        let failure = Failure::Ineffective;
+        self.set(index, State::NotYet { failure, why });
+    }
+
+    /// Makes the claims again that a guest has lost with a module. A module that is loaded again
+    /// soon after each change may be so because of the change.
+    fn replaced(&mut self, index: usize, why: &str, now: Millis) {
+        let losses = self.count_loss(index, now);
+        if losses >= MAX_BOOTS {
+            let why = format!("{why} soon after its change, {MAX_BOOTS} times or more");
+            self.ineffective(index, &why, now);
             return;
-        };
-        if boot.is_empty() || has_claims || self.has_expired(index, now) {
+        }
+        for _ in 0..losses * 4 {
+            self.put_off(index, now);
+        }
+        self.set(index, State::Pending);
+    }
+
+    /// Records that a guest has no claims. One that has booted since has lost them.
+    fn has_none(&mut self, index: usize, boot: &str, now: Millis) {
+        if self.has_expired(index, now) {
             return;
         }
         if boot != self.members[index].boot {
-            self.set_boot(index, &boot);
+            self.set_boot(index, boot);
             self.rebooted(index, now);
         } else if self.members[index].expires.is_some() {
             // The guest ends the claims by its own clock.
             self.set(index, State::Released { void: true });
+        } else {
+            // The keys may be as wanted. New claims would take the old references for the guest's
+            // own.
+            self.ineffective(index, LOST_LEDGER, now);
         }
-        // Otherwise the guest's service has lost its ledger. The keys are as wanted, and new claims
-        // would take the old references for the guest's own.
     }
 
     /// Records the boot of a guest that has booted again.
@@ -218,12 +349,7 @@ impl Rollout {
     /// Changes a guest that has booted again, unless it is to be left. A guest that boots soon
     /// after each change may do so because of the change.
     fn rebooted(&mut self, index: usize, now: Millis) {
-        let (at, boots) = self.run.made.get(&index).copied().unwrap_or_default();
-        let boots = match now.saturating_sub(at) < SOON {
-            true => boots + 1,
-            false => 0,
-        };
-        self.run.made.insert(index, (at, boots));
+        let boots = self.count_loss(index, now);
         let name = self.members[index].guest.clone();
         if self.header.policy.after_reboot == AfterReboot::Leave {
             self.set(index, State::Released { void: true });
@@ -240,6 +366,18 @@ impl Rollout {
             self.members[index].health = None;
             self.set(index, State::Pending);
         }
+    }
+
+    /// Counts an event that ended claims of a member. Returns the number of those in sequence that
+    /// followed soon after a change.
+    fn count_loss(&mut self, index: usize, now: Millis) -> u32 {
+        let (at, losses) = self.run.made.get(&index).copied().unwrap_or_default();
+        let losses = match now.saturating_sub(at) < SOON {
+            true => losses.saturating_add(1),
+            false => 0,
+        };
+        self.run.made.insert(index, (at, losses));
+        losses
     }
 
     /// Schedules the next call for a member after one that failed. Returns the number of

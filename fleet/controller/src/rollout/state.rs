@@ -72,6 +72,9 @@ pub enum Failure {
     /// The outcome is unknown, because there was no answer or the answer did not come from the
     /// guest's service. The claims may have been made.
     Unknown,
+    /// The guest has the claims, and some have no effect. They take effect when others' claims and
+    /// holds end, or a person has them made again, so the guest is only asked.
+    Ineffective,
 }
 
 /// The progress of a guest towards the state that the rollout wants.
@@ -92,7 +95,7 @@ pub enum State {
         pause_us: u64,
     },
     /// The claims or some of them were not made, or their outcome is unknown. They are sent again
-    /// in a later generation.
+    /// in a later generation, unless the guest has them all.
     NotYet {
         failure: Failure,
         why: String,
@@ -145,6 +148,21 @@ impl State {
             Self::Claiming { again: true } => Some("it is tried again"),
             _ => None,
         }
+    }
+
+    /// Returns whether the guest has confirmed the claims.
+    pub fn has_claims(&self) -> bool {
+        matches!(self, Self::AsWanted { .. }) || self.is_ineffective()
+    }
+
+    /// Returns whether the guest has the claims, and some have no effect.
+    pub fn is_ineffective(&self) -> bool {
+        matches!(self, Self::NotYet { failure, .. } if *failure == Failure::Ineffective)
+    }
+
+    /// Returns whether the claims are to be sent again in a later generation.
+    pub fn is_retried(&self) -> bool {
+        matches!(self, Self::NotYet { failure, .. } if *failure != Failure::Ineffective)
     }
 
     /// Returns whether the guest is not yet as wanted and the wave does not wait for it any more.

@@ -9,7 +9,8 @@ use tonic::Status;
 use crate::hosts::{Acting, CallError};
 use crate::plan::{Asks, not_made};
 use crate::rollout::{
-    ClaimOutcome, Failure, GateAnswer, Health, Member, Millis, ReleaseOutcome, Rollout,
+    ClaimOutcome, Failure, Found, FoundClaims, GateAnswer, Health, Member, Millis, ReleaseOutcome,
+    Rollout,
 };
 use crate::spec::Duration;
 
@@ -22,13 +23,14 @@ pub trait Calls: Sync {
         request: impl FnOnce() -> v1::SetClaimsRequest + Send,
     ) -> impl Future<Output = Result<v1::SetClaimsResponse, Status>> + Send;
 
-    /// Returns the boot of a guest of this host, and whether the owner has a claim on it.
-    fn boot(
+    /// Returns the boot of a guest of this host, the number of the owner's claims on it, and the
+    /// first ones that are not made.
+    fn not_made(
         &self,
         host: &str,
         guest: &str,
         owner: &str,
-    ) -> impl Future<Output = Result<(String, bool), Status>> + Send;
+    ) -> impl Future<Output = Result<v1::ListClaimsResponse, Status>> + Send;
 
     /// Returns the other hosts that have a guest of this name, according to the registry.
     fn elsewhere(&self, host: &str, guest: &str) -> Vec<String>;
@@ -46,9 +48,14 @@ impl Calls for Acting {
         }
     }
 
-    async fn boot(&self, host: &str, guest: &str, owner: &str) -> Result<(String, bool), Status> {
+    async fn not_made(
+        &self,
+        host: &str,
+        guest: &str,
+        owner: &str,
+    ) -> Result<v1::ListClaimsResponse, Status> {
         match self.hosts.get(host) {
-            Some(host) => host.boot(guest, owner).await,
+            Some(host) => host.not_made(guest, owner).await,
             None => Err(Status::unavailable(no_host(host))),
         }
     }
@@ -92,8 +99,8 @@ pub enum Outcome {
         generation: u64,
         health: Result<Health, String>,
     },
-    /// The boot, and whether there are claims; `None` if the guest was not found.
-    Checked(Answered<Option<(String, bool)>>),
+    /// `None` if the guest was not found.
+    Checked(Answered<Option<Found>>),
     Gate {
         wave: usize,
         gate: usize,
@@ -197,43 +204,83 @@ async fn send(
 }
 
 /// Returns the other host that has the member's guest in the boot that the rollout knows, which
-/// tells the guest from another one of the same name. Returns the boot, and whether the guest has
-/// claims of the owner, too.
+/// tells the guest from another one of the same name. Returns what was found there, too.
 async fn found_elsewhere(
     hosts: &impl Calls,
     owner: &str,
     member: &Member,
-) -> Option<(String, String, bool)> {
+) -> Option<(String, Found)> {
     if member.boot.is_empty() {
         return None;
     }
     for name in hosts.elsewhere(&member.host, &member.guest) {
-        let found = hosts.boot(&name, &member.guest, owner).await;
-        if let Ok((boot, has_claims)) = found
-            && boot == member.boot
+        let found = hosts.not_made(&name, &member.guest, owner).await;
+        if let Ok(found) = found
+            && found.boot == member.boot
         {
-            return Some((name, boot, has_claims));
+            return Some((name, Found::of(found)));
         }
     }
     None
 }
 
-/// Returns the guest's boot, and whether it has claims of the owner. Returns the guest's new host
+impl Found {
+    fn of(answer: v1::ListClaimsResponse) -> Self {
+        // A service of an earlier version does not count the claims, and lists those that are made
+        // too.
+        let has_claims = answer.total > 0 || !answer.claims.is_empty();
+        let is_made = |claim: &&v1::Claim| claim.state() == v1::ClaimState::Made;
+        let mut not_made = answer.claims.iter().filter(|claim| !is_made(claim));
+        let count = not_made.clone().count();
+        let is_replaced =
+            |claim: &&v1::Claim| claim.state() == v1::ClaimState::Void && claim.key_replaced;
+        let claims = match (not_made.clone().find(is_replaced), not_made.next()) {
+            (Some(claim), _) => {
+                FoundClaims::Replaced(format!("the module of key {} was loaded again", claim.key))
+            }
+            (None, Some(claim)) => {
+                let why = format!("key {}: {}", claim.key, no_effect(claim.state()));
+                FoundClaims::Ineffective(match count - 1 {
+                    0 => why,
+                    more => format!("{why}; and {more} more"),
+                })
+            }
+            (None, None) if has_claims => FoundClaims::Made,
+            (None, None) => FoundClaims::None,
+        };
+        Self {
+            boot: answer.boot,
+            claims,
+        }
+    }
+}
+
+/// Returns why a claim that is not made has no effect.
+pub fn no_effect(state: v1::ClaimState) -> &'static str {
+    match state {
+        v1::ClaimState::HeldByOthers => "another claim or a hold decides",
+        v1::ClaimState::Missing => "the kernel has no such key now",
+        v1::ClaimState::Void => "the guest or an operator has changed the key since",
+        v1::ClaimState::Made | v1::ClaimState::Refused | v1::ClaimState::Unspecified => "not made",
+    }
+}
+
+/// Returns the guest's boot, and what it has of the owner's claims. Returns the guest's new host
 /// too, if it has moved.
 pub async fn check(
     hosts: &impl Calls,
     owner: &str,
     member: &Member,
-) -> (Option<(String, bool)>, Option<String>) {
-    let error = match hosts.boot(&member.host, &member.guest, owner).await {
-        Ok(found) => return (Some(found), None),
+) -> (Option<Found>, Option<String>) {
+    let error = match hosts.not_made(&member.host, &member.guest, owner).await {
+        Ok(found) => return (Some(Found::of(found)), None),
         Err(status) => CallError::new(&status),
     };
     if !error.may_have_moved {
         return (None, None);
     }
     match found_elsewhere(hosts, owner, member).await {
-        Some((name, boot, has_claims)) => (Some((boot, has_claims)), Some(name)),
+        Some((name, found)) => (Some(found), Some(name)),
         None => (None, None),
     }
 }
@@ -245,9 +292,9 @@ async fn booted(
     member: &Member,
     error: CallError,
 ) -> ClaimOutcome {
-    let found = hosts.boot(&member.host, &member.guest, &asks.owner).await;
-    match found {
-        Ok((boot, _)) if !boot.is_empty() && boot != member.boot => ClaimOutcome::Booted { boot },
+    let found = hosts.not_made(&member.host, &member.guest, &asks.owner);
+    match found.await.map(|found| found.boot) {
+        Ok(boot) if !boot.is_empty() && boot != member.boot => ClaimOutcome::Booted { boot },
         _ => ClaimOutcome::Failed {
             failure: Failure::Unknown,
             why: error.why,
@@ -287,8 +334,10 @@ fn made(answer: &v1::SetClaimsResponse, ttl: Option<Millis>) -> ClaimOutcome {
         !matches!(result.state(), Refused | Missing | Unspecified)
     };
     let has_claims = claimed.clone().any(has_record);
+    let is_ineffective = claimed.clone().all(has_record);
     let partly = |why| ClaimOutcome::NotMade {
         has_claims,
+        is_ineffective,
         ttl,
         why,
     };
@@ -357,26 +406,70 @@ mod tests {
         };
         use v1::ClaimState::{HeldByOthers, Made, Missing, Refused};
         for (states, expected) in [
-            (&[Refused, Refused][..], false),
-            (&[Refused, Made], true),
-            (&[HeldByOthers], true),
-            (&[Missing], false),
-            (&[Missing, Made], true),
+            (&[Refused, Refused][..], (false, false)),
+            (&[Refused, Made], (true, false)),
+            (&[HeldByOthers], (true, true)),
+            (&[HeldByOthers, Made], (true, true)),
+            (&[HeldByOthers, Refused], (true, false)),
+            (&[Missing], (false, false)),
+            (&[Missing, Made], (true, false)),
         ] {
             match outcome(states) {
                 ClaimOutcome::NotMade {
                     has_claims,
+                    is_ineffective,
                     ttl,
                     why,
                 } => {
-                    let expected = (expected, Some(7));
-                    assert_eq!((has_claims, ttl), expected, "{states:?}: {why}");
+                    let found = ((has_claims, is_ineffective), ttl);
+                    assert_eq!(found, (expected, Some(7)), "{states:?}: {why}");
                     assert!(why.starts_with("key alpha: "), "{why}");
                 }
                 other => panic!("{states:?}: {other:?}"),
             }
         }
         assert!(matches!(outcome(&[Made, Made]), ClaimOutcome::Made { .. }));
+    }
+
+    #[test]
+    fn claims_without_effect_are_told_from_those_that_are_gone() {
+        use v1::ClaimState::{HeldByOthers, Made, Missing, Void};
+        let claim = |(state, key_replaced): &(v1::ClaimState, bool)| v1::Claim {
+            key: "m:a".to_owned(),
+            state: (*state).into(),
+            key_replaced: *key_replaced,
+            ..v1::Claim::default()
+        };
+        let found = |total, claims: &[_]| {
+            let answer = v1::ListClaimsResponse {
+                claims: claims.iter().map(claim).collect(),
+                boot: "boot-1".to_owned(),
+                total,
+                ..v1::ListClaimsResponse::default()
+            };
+            Found::of(answer).claims
+        };
+        assert_eq!(found(0, &[]), FoundClaims::None);
+        assert_eq!(found(2, &[]), FoundClaims::Made);
+        // A service of an earlier version.
+        assert_eq!(found(0, &[(Made, false)]), FoundClaims::Made);
+        let ineffective = |why: &str| FoundClaims::Ineffective(format!("key m:a: {why}"));
+        for (state, why) in [
+            (HeldByOthers, "another claim or a hold decides"),
+            (Missing, "the kernel has no such key now"),
+            (Void, "the guest or an operator has changed the key since"),
+        ] {
+            assert_eq!(found(2, &[(state, false)]), ineffective(why));
+            let two = [(Made, false), (state, false), (state, false)];
+            assert_eq!(found(3, &two), ineffective(&format!("{why}; and 1 more")));
+        }
+        let replaced = found(3, &[(HeldByOthers, false), (Void, true)]);
+        let why = "the module of key m:a was loaded again".to_owned();
+        assert_eq!(replaced, FoundClaims::Replaced(why));
+        assert_eq!(
+            found(1, &[(Missing, true)]),
+            ineffective("the kernel has no such key now")
+        );
     }
 
     #[test]

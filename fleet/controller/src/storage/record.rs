@@ -5,8 +5,9 @@
 //! text as it was given, after a line with the version. Records of version 1 have no version.
 //!
 //! A change of the form gets a new version here and a fixture beside this file, which
-//! `storage/tests.rs` loads. Rollouts of versions 1 and 2 changed keys without claims. This program
-//! cannot continue them, and reads only whether they are over.
+//! `storage/tests.rs` loads. Version 4 adds a reason for which a guest is not yet as wanted.
+//! Rollouts of versions 1 and 2 changed keys without claims. This program cannot continue them, and
+//! reads only whether they are over.
 
 use serde::{Deserialize, Serialize};
 
@@ -15,7 +16,7 @@ use crate::rollout::{
 };
 
 /// The version that this program writes, and the latest that it reads.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// The earliest version that this program reads.
 const EARLIEST: u32 = 3;
 /// The beginning of the first line of a spec.

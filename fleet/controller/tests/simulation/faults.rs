@@ -7,7 +7,7 @@ use fastrand::Rng;
 use patchbay_fleet::clock::TOLERANCE;
 use patchbay_fleet::rollout::{Millis, Want};
 
-use super::guest::{KEYS, Kind};
+use super::guest::{KEYS, Kind, MODULE_KEY};
 use super::owners::{EARLY, LATE};
 use super::world::{Event, World};
 
@@ -78,9 +78,11 @@ pub enum WorldFault {
     EndDaemon,
     /// A copy of a guest is started from a snapshot.
     Copy,
+    /// A module of the guest is unloaded, or unloaded and loaded again.
+    Module,
 }
 
-pub const WORLD_FAULTS: [WorldFault; 12] = [
+pub const WORLD_FAULTS: [WorldFault; 13] = [
     WorldFault::Reboot,
     WorldFault::KillService,
     WorldFault::Change,
@@ -93,6 +95,7 @@ pub const WORLD_FAULTS: [WorldFault; 12] = [
     WorldFault::LoseLedger,
     WorldFault::EndDaemon,
     WorldFault::Copy,
+    WorldFault::Module,
 ];
 
 /// The longest jump of a clock, in milliseconds: three hours, so that a wait which the clock made
@@ -164,6 +167,28 @@ impl World {
             }
             WorldFault::Rights => self.change_rights(),
             WorldFault::EndDaemon => self.end_daemon(),
+            WorldFault::Module => {
+                let loads_again = self.rng.bool();
+                let guest = &mut self.guests[index];
+                if guest.is_namesake {
+                    return;
+                }
+                let was_loaded = guest.kind(MODULE_KEY) != Kind::Missing;
+                if was_loaded {
+                    guest.unload_module();
+                }
+                if loads_again || !was_loaded {
+                    guest.load_module();
+                }
+                let is_loaded = guest.kind(MODULE_KEY) != Kind::Missing;
+                self.count(match is_loaded {
+                    true => "module loaded",
+                    false => "module unloaded",
+                });
+                self.trace(|| {
+                    format!("guest {index}: the module was loaded: {was_loaded}, is: {is_loaded}")
+                });
+            }
             WorldFault::LoseLedger => {
                 let guest = &mut self.guests[index];
                 // Little is promised of such a guest, so the others never lose theirs.
@@ -208,6 +233,10 @@ impl World {
                 2 => (Kind::Missing, "key became missing"),
                 _ => continue,
             };
+            // The keys of modules are plain.
+            if key == MODULE_KEY && kind != Kind::Missing {
+                continue;
+            }
             self.count(fault);
             kinds.insert(key, kind);
         }
@@ -244,6 +273,9 @@ impl World {
             .filter(|host| !taken(host))
             .map(|host| (*host).to_owned())
             .collect();
+        if free.is_empty() {
+            return;
+        }
         let host = free[self.rng.usize(0..free.len())].clone();
         self.count("guest moved");
         self.trace(|| format!("guest {index} leaves for {host}"));

@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use patchbay_fleet::rollout::{Millis, Want};
+use patchbay_guest::abi;
 use patchbay_guest::guest::Guest as _;
 use patchbay_guest::memory::GuestRam;
 use patchbay_guest::requests::GuestRequests;
@@ -22,18 +23,28 @@ use tonic::{Request, Status};
 use super::copies::Snapshot;
 
 /// The keys of every guest.
-pub const KEYS: [&str; 3] = ["alpha", "beta", "gamma"];
+pub const KEYS: [&str; 3] = ["alpha", "beta", MODULE_KEY];
+/// The key of the module that guests load and unload.
+pub const MODULE_KEY: &str = "mod:gamma";
+const MODULE: &str = "mod";
+/// The maximum number of times that a guest loads the module: each time it has another place.
+const MAX_LOADS: u32 = 24;
 /// The principal of the controllers' calls.
 pub const CONTROLLER: &str = "controller";
 
-/// The kernel's requests are not served, because services find the kernel.
-struct Unserved;
+/// The requests of the kernel. Services find the kernel, and only the requests about the module
+/// are served, by the service that runs.
+#[derive(Default)]
+struct Requests(Mutex<Option<Arc<Registry>>>);
 
-impl GuestRequests for Unserved {
+impl GuestRequests for Requests {
     fn attach(&self, _: GuestRam) {}
 
-    fn request(&self, _: u32, _: u64) -> i32 {
-        0
+    fn request(&self, op: u32, page: u64) -> i32 {
+        match &*locked(&self.0) {
+            Some(registry) if op != abi::OP_REGISTER => registry.request(op, page),
+            _ => 0,
+        }
     }
 }
 
@@ -45,7 +56,7 @@ pub enum Kind {
     Guarded,
     /// Read-only since the kernel has booted.
     Sealed,
-    /// The kernel has no such key.
+    /// The kernel has no such key, or its module is not loaded.
     Missing,
 }
 
@@ -93,6 +104,9 @@ pub struct Guest {
     /// A watchdog marks the fate of a change in which the service is killed.
     pub has_watchdog: bool,
     pub vm: Arc<InMemoryGuest>,
+    requests: Arc<Requests>,
+    /// The number of times that the module was loaded.
+    pub loads: u32,
     /// The keys that are not plain in the kernel that runs.
     pub kinds: BTreeMap<&'static str, Kind>,
     /// The service consents to changes of guarded keys.
@@ -163,25 +177,33 @@ impl Guest {
         original: BTreeMap<&'static str, i32>,
         folder: &Path,
     ) -> Self {
-        let vm = InMemoryGuest::named(Arc::new(Unserved), name);
-        vm.set_boot(number << 16);
-        vm.run(&keys(&original, &BTreeMap::new()));
-        let mut guest = Self::off(name, host, number, vm, original, folder);
+        let mut guest = Self::off(
+            name,
+            host,
+            number,
+            number << 16,
+            BTreeMap::new(),
+            original,
+            folder,
+        );
+        guest.load_module();
         guest.start(0);
         guest
     }
 
     /// Returns a guest with the kernel of this one in the same boot. No service runs.
     pub fn twin(&self, name: &str, host: &str, number: u64) -> Self {
-        let vm = InMemoryGuest::named(Arc::new(Unserved), name);
         // The boot advances when the kernel registers.
-        vm.set_boot((self.number << 16) + u64::from(self.boots) - 1);
-        vm.run(&keys(&self.original, &self.kinds));
+        let boot = (self.number << 16) + u64::from(self.boots) - 1;
         let path = locked(&self.copies).path.clone();
         let folder = path.parent().expect("it lies in a folder");
-        let mut twin = Self::off(name, host, number, vm, self.original.clone(), folder);
+        let (kinds, original) = (self.kinds.clone(), self.original.clone());
+        let mut twin = Self::off(name, host, number, boot, kinds, original, folder);
         twin.is_namesake = true;
-        twin.kinds = self.kinds.clone();
+        if self.kind(MODULE_KEY) != Kind::Missing {
+            // The module of the twin has the same place.
+            (0..self.loads).for_each(|_| twin.load_module());
+        }
         (twin.boots, twin.claimed_in) = (self.boots, self.boots);
         twin.allows_guarded = self.allows_guarded;
         twin.speed = self.speed;
@@ -192,10 +214,15 @@ impl Guest {
         name: &str,
         host: &str,
         number: u64,
-        vm: Arc<InMemoryGuest>,
+        boot: u64,
+        kinds: BTreeMap<&'static str, Kind>,
         original: BTreeMap<&'static str, i32>,
         folder: &Path,
     ) -> Self {
+        let requests = Arc::<Requests>::default();
+        let vm = InMemoryGuest::named(Arc::clone(&requests), name);
+        vm.set_boot(boot);
+        vm.run(&keys(&original, &kinds));
         let copies = Arc::new(Mutex::new(Copies {
             path: folder.join(format!("{number}.ledger")),
             ..Copies::default()
@@ -217,7 +244,9 @@ impl Guest {
             is_namesake: false,
             tables: found(&vm),
             vm,
-            kinds: BTreeMap::new(),
+            requests,
+            loads: 0,
+            kinds,
             allows_guarded: number % 2 == 0,
             original,
             boots: 1,
@@ -267,6 +296,10 @@ impl Guest {
         registry
             .register_kernel(self.tables.clone())
             .expect("taken");
+        *locked(&self.requests.0) = Some(Arc::clone(&registry));
+        if self.kind(MODULE_KEY) != Kind::Missing {
+            assert_eq!(self.vm.add_module_again(MODULE, |_| {}), 0);
+        }
         let ledger = LedgerFile::open(&locked(&self.copies).path, "monitor").expect("opens");
         let config = KeysConfig {
             // The service of a copy lives as long as the copy.
@@ -289,6 +322,7 @@ impl Guest {
     /// Ends the service.
     pub fn stop(&mut self) {
         if let Some(service) = self.service.take() {
+            *locked(&self.requests.0) = None;
             drop(service.keys);
             service.thread.join().expect("the executor does not panic");
         }
@@ -318,6 +352,40 @@ impl Guest {
                 service.registry.register_kernel(tables).expect("taken");
             }
             _ => self.stop(),
+        }
+        if self.kind(MODULE_KEY) != Kind::Missing {
+            self.load_module();
+        }
+    }
+
+    /// Loads the module. Its key has no claims and the count with which it is loaded.
+    pub fn load_module(&mut self) {
+        if self.loads == MAX_LOADS {
+            self.kinds.insert(MODULE_KEY, Kind::Missing);
+            return;
+        }
+        self.loads += 1;
+        self.is_settled = false;
+        self.kinds.remove(MODULE_KEY);
+        let (_, name) = MODULE_KEY.split_once(':').expect("it has a module");
+        let key = TestKey {
+            count: self.original[MODULE_KEY],
+            ..TestKey::new(name, 1)
+        };
+        assert_eq!(self.vm.add_module(MODULE, &[key]), 0);
+    }
+
+    /// Unloads the module, which ends everybody's claims on its key.
+    pub fn unload_module(&mut self) {
+        self.is_settled = false;
+        assert_eq!(self.vm.delete_module(MODULE), 0);
+        self.kinds.insert(MODULE_KEY, Kind::Missing);
+        // Without a record of the claims, nobody knows that they are gone.
+        if self.orphans.is_none() {
+            self.changed.remove(MODULE_KEY);
+        }
+        for wants in self.others.values_mut() {
+            wants.remove(MODULE_KEY);
         }
     }
 
@@ -479,12 +547,37 @@ impl Guest {
         now: Millis,
         owner: &str,
     ) -> Result<v1::ListClaimsResponse, Status> {
-        self.show(runtime, now);
-        let service = self.service.as_ref().expect("it runs");
         let request = v1::ListClaimsRequest {
             owner: owner.to_owned(),
             ..v1::ListClaimsRequest::default()
         };
+        self.list(runtime, now, request)
+    }
+
+    /// Returns the number of claims of an owner, those that are not made, and the guest's boot. The
+    /// service must run.
+    pub fn not_made(
+        &mut self,
+        runtime: &Runtime,
+        now: Millis,
+        owner: &str,
+    ) -> Result<v1::ListClaimsResponse, Status> {
+        let request = v1::ListClaimsRequest {
+            owner: owner.to_owned(),
+            not_made: true,
+            ..v1::ListClaimsRequest::default()
+        };
+        self.list(runtime, now, request)
+    }
+
+    fn list(
+        &mut self,
+        runtime: &Runtime,
+        now: Millis,
+        request: v1::ListClaimsRequest,
+    ) -> Result<v1::ListClaimsResponse, Status> {
+        self.show(runtime, now);
+        let service = self.service.as_ref().expect("it runs");
         runtime.block_on(list_claims(&service.keys, request))
     }
 }
@@ -538,5 +631,6 @@ fn keys(
             ..key
         })
     };
-    KEYS.into_iter().filter_map(key).collect()
+    let of_kernel = KEYS.into_iter().filter(|name| *name != MODULE_KEY);
+    of_kernel.filter_map(key).collect()
 }

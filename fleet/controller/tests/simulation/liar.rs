@@ -23,7 +23,7 @@ impl World {
     ) -> Result<Answer, Status> {
         let name = match &sent.call {
             Call::SetClaims(request) => &request.guest,
-            Call::Boot { guest, .. } => guest,
+            Call::NotMade { guest, .. } => guest,
         };
         let is_liar = |index: usize| {
             let guest = &self.guests[index];
@@ -35,7 +35,7 @@ impl World {
             .liar
             .is_some_and(|index| self.guests[index].name == *name);
         assert!(
-            !pretends || is_known || matches!(sent.call, Call::Boot { .. }),
+            !pretends || is_known || matches!(sent.call, Call::NotMade { .. }),
             "claims of {name} are sent to a host that does not have the guest"
         );
         if !pretends && !self.liar.is_some_and(is_liar) {
@@ -45,7 +45,18 @@ impl World {
         let boot = ["", "other", "a\nb\u{7f}", &"x".repeat(4_000)][self.rng.usize(0..4)].to_owned();
         let number = [0, 1, 1 << 62, u64::MAX / 2, u64::MAX][self.rng.usize(0..5)];
         let Call::SetClaims(request) = &sent.call else {
-            return Ok(Answer::Boot(boot, self.rng.bool()));
+            let claims = (0..self.rng.u32(0..3)).map(|_| v1::Claim {
+                key: "other\n".to_owned(),
+                state: self.rng.i32(-1..9),
+                key_replaced: self.rng.bool(),
+                ..v1::Claim::default()
+            });
+            return Ok(Answer::NotMade(v1::ListClaimsResponse {
+                claims: claims.collect(),
+                boot,
+                total: self.rng.u32(0..2),
+                ..v1::ListClaimsResponse::default()
+            }));
         };
         match self.rng.u32(0..5) {
             0 => Err(refusal("GENERATION_STALE", number)),

@@ -17,13 +17,13 @@ use tonic_types::{ErrorDetails, StatusExt};
 #[derive(Clone, Debug)]
 pub enum Call {
     SetClaims(v1::SetClaimsRequest),
-    Boot { guest: String, owner: String },
+    NotMade { guest: String, owner: String },
 }
 
 #[derive(Clone, Debug)]
 pub enum Answer {
     SetClaims(Box<v1::SetClaimsResponse>),
-    Boot(String, bool),
+    NotMade(v1::ListClaimsResponse),
 }
 
 #[derive(Clone, Debug)]
@@ -105,14 +105,19 @@ impl Calls for Network {
     ) -> Result<v1::SetClaimsResponse, Status> {
         match self.call(host, Call::SetClaims(request())).await? {
             Answer::SetClaims(answer) => Ok(*answer),
-            Answer::Boot(..) => unreachable!("answers have the kind of their calls"),
+            Answer::NotMade(_) => unreachable!("answers have the kind of their calls"),
         }
     }
 
-    async fn boot(&self, host: &str, guest: &str, owner: &str) -> Result<(String, bool), Status> {
+    async fn not_made(
+        &self,
+        host: &str,
+        guest: &str,
+        owner: &str,
+    ) -> Result<v1::ListClaimsResponse, Status> {
         let (guest, owner) = (guest.to_owned(), owner.to_owned());
-        match self.call(host, Call::Boot { guest, owner }).await? {
-            Answer::Boot(boot, has_claims) => Ok((boot, has_claims)),
+        match self.call(host, Call::NotMade { guest, owner }).await? {
+            Answer::NotMade(answer) => Ok(answer),
             Answer::SetClaims(_) => unreachable!("answers have the kind of their calls"),
         }
     }

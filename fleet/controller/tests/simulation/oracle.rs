@@ -269,6 +269,24 @@ impl World {
         );
     }
 
+    /// Records what a guest answers about the claims of an owner.
+    pub fn check_not_made(&mut self, index: usize, owner: &str, page: &v1::ListClaimsResponse) {
+        let all = self.guests[index].claims(&self.runtime, self.now, owner);
+        let all = all.expect("it has just answered").claims;
+        assert_eq!(page.total as usize, all.len(), "guest {index}: {all:?}");
+        let is_made = |claim: &&v1::Claim| claim.state() == v1::ClaimState::Made;
+        assert_eq!(
+            page.claims.len(),
+            all.iter().filter(|claim| !is_made(claim)).count(),
+            "guest {index}: {all:?}"
+        );
+        if let (true, Some(claim)) = (page.claims.is_empty(), all.first()) {
+            let guest = self.guests[index].name.clone();
+            let made = (owner.to_owned(), guest, claim.generation);
+            self.oracle.made.insert(made);
+        }
+    }
+
     /// Finds the guests that have moved and booted again before a driver saw them on their hosts.
     /// Nothing tells them from other guests of the same names, so a person has to forget them.
     fn find_lost(&mut self, rollouts: &[Rollout], pages: &[v1::ListClaimsResponse]) {
@@ -470,7 +488,11 @@ impl World {
         // The controller may expect the end of the claims earlier than the guest.
         let may_end = self.guests[index].ends.contains_key(&owner);
         let is_free = (is_released && !may_end) || matches!(phase, Phase::Ended(_));
-        let own = claims.iter().any(|claim| claim.owner == owner);
+        let mut own = claims.iter().filter(|claim| claim.owner == owner);
+        let not_made = own
+            .clone()
+            .find(|claim| claim.state() != v1::ClaimState::Made);
+        let own = own.next().is_some();
         assert!(
             !is_free || is_given_up || !own,
             "guest {index} is {state:?} and has claims of {owner}"
@@ -487,6 +509,10 @@ impl World {
                 "guest {index} is {state:?}, and its key {refused:?} cannot be changed"
             );
             assert!(is_followed, "guest {index} is not found where it is");
+            assert!(
+                may_end || not_made.is_none() || self.has_just_ended(index),
+                "guest {index} is {state:?}, and has {not_made:?}"
+            );
         }
     }
 
@@ -503,8 +529,9 @@ impl World {
             State::Pending => member.generation > 0,
             _ => false,
         };
+        let is_asked = member.state.is_ineffective() && self.has_just_ended(index);
         let has_lost_ledger = self.guests[index].orphans.is_some();
-        let is_lost = has_lost_ledger || self.is_lost(rollout, member);
+        let is_lost = has_lost_ledger || is_asked || self.is_lost(rollout, member);
         if !runs || !waits || is_lost {
             return;
         }
@@ -517,6 +544,14 @@ impl World {
             member.state,
             rollout.header().name
         );
+    }
+
+    /// Returns whether claims on the guest may have ended by themselves since the drivers asked it.
+    fn has_just_ended(&self, index: usize) -> bool {
+        let guest = &self.guests[index];
+        let at = self.now - LONGEST_RETRY;
+        let mut owners = guest.ends.keys();
+        owners.any(|owner| guest.has_ended(owner, at) != Some(true))
     }
 
     /// Returns whether a claim of a rollout may not be as wanted. The newest ON or OFF decides, and

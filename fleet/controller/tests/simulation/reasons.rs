@@ -6,7 +6,8 @@
 use std::collections::BTreeSet;
 
 use patchbay_fleet::rollout::{
-    ErrorsOf, GateAnswer, Member, Millis, OnFailure, Phase, Rollout, State, WaveGateKind,
+    ErrorsOf, FoundClaims, GateAnswer, Member, Millis, OnFailure, Phase, Rollout, State,
+    WaveGateKind,
 };
 use patchbay_fleet::runner::Command;
 use patchbay_fleet::runner::guests::Outcome;
@@ -14,6 +15,7 @@ use patchbay_proto::v1;
 use tonic::Status;
 
 use super::driver::Driver;
+use super::guest::Guest;
 use super::network;
 use super::waves::{Answer, SLACK, least};
 use super::world::World;
@@ -97,6 +99,14 @@ impl Driver {
                 let told = self.answers.remove(&(guest, of.generation));
                 told.map(|told| Fact::Guest(of.member, told))
             }
+            Outcome::Checked(of) => of.outcome.as_ref().and_then(|found| {
+                let has_failed = match found.claims {
+                    FoundClaims::Ineffective(_) | FoundClaims::Replaced(_) => true,
+                    FoundClaims::None => found.boot == self.rollout.members()[of.member].boot,
+                    FoundClaims::Made => false,
+                };
+                has_failed.then_some(Fact::Guest(of.member, Told::Failed))
+            }),
             Outcome::Observed { member, health, .. } if health.is_err() => {
                 Some(Fact::Guest(*member, Told::Failed))
             }
@@ -282,7 +292,7 @@ impl World {
     }
 
     /// Returns whether fewer guests of the present wave are as wanted than must be, because the
-    /// others have failed or have booted again.
+    /// others have failed, have booted again or have loaded a module again.
     fn has_too_few(&self, rollout: &Rollout) -> bool {
         let header = rollout.header();
         let Some(wave) = header.waves.get(header.wave) else {
@@ -293,8 +303,9 @@ impl World {
         let made = of.iter().filter(|one| is_made(one)).count();
         let is_explained = |member: &Member| {
             let mut guests = self.guests.iter();
-            let boots = guests.any(|guest| guest.name == member.guest && guest.boots > 1);
-            member.state.is_late() || boots || self.is_of_liar(member)
+            let has_lost = |guest: &Guest| guest.boots > 1 || guest.loads > 1;
+            let has_lost = guests.any(|guest| guest.name == member.guest && has_lost(guest));
+            member.state.is_late() || has_lost || self.is_of_liar(member)
         };
         let mut others = of.iter().filter(|one| is_wanted(one) && !is_made(one));
         made < least(&header.policy, of) && others.all(is_explained)

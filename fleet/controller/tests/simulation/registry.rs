@@ -213,10 +213,11 @@ impl World {
             if !guests.contains(&member.guest) {
                 continue;
             }
-            // A guest that boots after each change has to wait.
+            // A guest that boots, or loads a module, after each change has to wait.
             let mut same = self.guests.iter().enumerate();
             let waits = same.any(|(number, guest)| {
-                guest.name == member.guest && (guest.boots > 1 || self.liar == Some(number))
+                let has_lost = guest.boots > 1 || guest.loads > 1;
+                guest.name == member.guest && (has_lost || self.liar == Some(number))
             });
             let is_meant = match member.state {
                 State::AsWanted { .. } => header.phase.has_desired_state(),

@@ -280,7 +280,7 @@ impl World {
     fn deliver(&mut self, sent: Sent, reply: Reply) {
         let answer = match &sent.call {
             Call::SetClaims(request) => self.deliver_claims(&sent.host, request.clone()),
-            Call::Boot { guest, owner } => self.deliver_boot(&sent.host, guest, owner),
+            Call::NotMade { guest, owner } => self.deliver_not_made(&sent.host, guest, owner),
         };
         let answer = self.distort(&sent, answer);
         self.trace(|| {
@@ -295,7 +295,7 @@ impl World {
                     request.guest,
                     request.generation
                 ),
-                Call::Boot { guest, .. } => format!("boot of {guest}"),
+                Call::NotMade { guest, .. } => format!("claims of {guest}"),
             };
             format!(
                 "{} gets call {}, {call}: {shown}; reply {reply:?}",
@@ -348,10 +348,11 @@ impl World {
         answer.map(|answer| Answer::SetClaims(Box::new(answer)))
     }
 
-    fn deliver_boot(&mut self, host: &str, guest: &str, owner: &str) -> Result<Answer, Status> {
+    fn deliver_not_made(&mut self, host: &str, guest: &str, owner: &str) -> Result<Answer, Status> {
         let index = self.find(host, guest)?;
-        let page = self.guests[index].claims(&self.runtime, self.now, owner)?;
-        Ok(Answer::Boot(page.boot, !page.claims.is_empty()))
+        let page = self.guests[index].not_made(&self.runtime, self.now, owner)?;
+        self.check_not_made(index, owner, &page);
+        Ok(Answer::NotMade(page))
     }
 
     fn serve(&mut self, index: usize) {
@@ -433,10 +434,13 @@ impl World {
 
 fn short(answer: &Answer) -> String {
     match answer {
-        Answer::Boot(boot, has_claims) => {
+        Answer::NotMade(answer) => {
             // The rest of the name of a copy's boot is random.
-            let boot: String = boot.chars().take(16).collect();
-            format!("boot {boot}, claims: {has_claims}")
+            let boot: String = answer.boot.chars().take(16).collect();
+            let claims = answer.claims.iter();
+            let claims = claims.map(|one| format!("{} {:?}", one.key, one.state()));
+            let claims: Vec<String> = claims.collect();
+            format!("boot {boot}, {} claims, not made: {claims:?}", answer.total)
         }
         Answer::SetClaims(answer) => {
             let results = answer.results.iter();

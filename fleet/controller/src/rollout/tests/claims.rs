@@ -2,6 +2,7 @@
 //! Tests guests that answer late, in part or not at all, and those that boot again.
 
 use super::super::machine::{MAX_ATTEMPTS, MAX_BACKOFF};
+use super::super::outcomes::{Found, FoundClaims};
 use std::collections::BTreeSet;
 
 use super::*;
@@ -88,6 +89,114 @@ fn a_guest_that_is_given_up_ends_the_undo() {
     assert_eq!(rollout.check_deletable(), Ok(()));
 }
 
+fn found(boot: &str, claims: FoundClaims) -> Option<Found> {
+    let boot = boot.to_owned();
+    Some(Found { boot, claims })
+}
+
+#[test]
+fn a_guest_on_which_claims_have_no_effect_is_asked_until_they_have() {
+    let mut rollout = started(&[2], Policy::default());
+    claim_all(&mut rollout, 0);
+    rollout.step(1000);
+    assert_eq!(rollout.header().phase, Phase::Completed);
+    let held = || FoundClaims::Ineffective("key alpha: another claim or a hold decides".to_owned());
+    for index in [0, 1] {
+        rollout.checked(index, 1, found("boot-1", held()), 2000);
+        let state = &rollout.members()[index].state;
+        assert!(state.is_late() && state.is_ineffective(), "{state:?}");
+    }
+    let drift = |rollout: &Rollout| {
+        let timeline = rollout.header().timeline.iter();
+        timeline.filter(|one| one.event == Event::Drift).count()
+    };
+    assert_eq!(drift(&rollout), 1, "not one for each guest");
+    // The guests are only asked, also in a freeze or a pause, and with a growing delay.
+    let (mut now, mut asked) = (2000, Vec::new());
+    while asked.len() < 12 {
+        let step = rollout.step(now);
+        for action in step.actions {
+            let Action::Check { member, generation } = action else {
+                panic!("{action:?}")
+            };
+            if member == 0 {
+                asked.push(now);
+                let answer = (asked.len() % 2 == 0).then(|| found("boot-1", held()));
+                rollout.checked(member, generation, answer.flatten(), now);
+            }
+        }
+        now += 100;
+    }
+    let waits: Vec<u64> = asked.windows(2).map(|two| two[1] - two[0]).collect();
+    assert!(waits.is_sorted() && waits[10] == 300_000, "{waits:?}");
+    // A new leader goes on.
+    let (header, members) = (rollout.header().clone(), rollout.members().to_vec());
+    let mut next = Rollout::stored(header, members, BTreeSet::new()).expect("as stored");
+    let check = |member| Action::Check {
+        member,
+        generation: 1,
+    };
+    assert_eq!(next.step(now).actions, [check(0), check(1)]);
+    next.checked(0, 1, found("boot-1", FoundClaims::Made), now);
+    let as_wanted = State::AsWanted { pause_us: 10 };
+    assert_eq!(next.members()[0].state, as_wanted);
+    // The other guest has booted again.
+    next.checked(1, 1, found("boot-2", FoundClaims::None), now);
+    assert_eq!(claims(&next.step(now)), [1]);
+    claimed(&mut next, 1, made(1), now);
+    next.undo("alice", now);
+    assert_eq!(releases(&next.step(now)), [0, 1]);
+}
+
+#[test]
+fn claims_that_a_module_took_along_are_made_again_under_the_caps() {
+    let caps = Caps {
+        count: Some(1),
+        ..Caps::default()
+    };
+    let mut rollout = started(
+        &[2],
+        Policy {
+            caps,
+            ..Policy::default()
+        },
+    );
+    claim_all(&mut rollout, 0);
+    rollout.step(1000);
+    let replaced = || {
+        let why = "the module of key m:a was loaded again".to_owned();
+        found("boot-1", FoundClaims::Replaced(why))
+    };
+    let mut now = 1_000_000;
+    rollout.checked(0, 1, replaced(), now);
+    rollout.checked(1, 1, replaced(), now);
+    assert_eq!(claims(&rollout.step(now)), [0]);
+    claimed(&mut rollout, 0, made(1), now);
+    assert_eq!(claims(&rollout.step(now)), [1]);
+    claimed(&mut rollout, 1, made(1), now);
+    // Each time that the claims are made, the module is loaded again.
+    let mut times = 0;
+    loop {
+        let generation = rollout.members()[0].generation;
+        rollout.checked(0, generation, replaced(), now);
+        if rollout.members()[0].state.is_ineffective() {
+            break;
+        }
+        while claims(&rollout.step(now)).is_empty() {
+            now += 1000;
+        }
+        times += 1;
+        claimed(&mut rollout, 0, made(1), now);
+    }
+    assert_eq!(times, 2);
+    // Some time later it is tried again.
+    now += 600_000;
+    let generation = rollout.members()[0].generation;
+    rollout.step(now);
+    rollout.checked(0, generation, replaced(), now);
+    assert_eq!(claims(&rollout.step(now + 300_000)), [0]);
+}
+
 #[test]
 fn a_guest_that_booted_again_is_changed_again_under_the_caps_or_left() {
     for (after_reboot, leaves) in [(AfterReboot::Again, false), (AfterReboot::Leave, true)] {
@@ -111,9 +220,9 @@ fn a_guest_that_booted_again_is_changed_again_under_the_caps_or_left() {
             generation: 1,
         };
         assert_eq!(checks, [check(0), check(1), check(2)]);
-        rollout.checked(0, 1, Some(("boot-2".to_owned(), false)), 700_000);
-        rollout.checked(1, 1, Some(("boot-2".to_owned(), false)), 700_000);
-        rollout.checked(2, 1, Some(("boot-2".to_owned(), true)), 700_000);
+        rollout.checked(0, 1, found("boot-2", FoundClaims::None), 700_000);
+        rollout.checked(1, 1, found("boot-2", FoundClaims::None), 700_000);
+        rollout.checked(2, 1, found("boot-2", FoundClaims::Made), 700_000);
         let again = claims(&rollout.step(700_000));
         match leaves {
             true => {
@@ -284,7 +393,7 @@ fn a_guest_that_boots_soon_after_each_change_is_tried_more_slowly_and_then_left(
         assert!(rollout.members()[0].generation > generation);
         claimed(&mut rollout, 0, made(1), now);
         let generation = rollout.members()[0].generation;
-        let found = Some((format!("boot-{}", boot + 2), false));
+        let found = found(&format!("boot-{}", boot + 2), FoundClaims::None);
         rollout.checked(0, generation, found, now);
         // The guest registers.
         rollout.look_again(None);
@@ -304,7 +413,7 @@ fn claims_that_have_ended_by_themselves_are_not_made_again() {
         claimed(&mut rollout, index, made, 0);
     }
     rollout.step(1000);
-    let rebooted = || Some(("boot-2".to_owned(), false));
+    let rebooted = || found("boot-2", FoundClaims::None);
     rollout.checked(0, 1, rebooted(), 4000);
     assert_eq!(claims(&rollout.step(400_000)), [0]);
     // The guest may have made the claims, which would last for as long again.
@@ -432,6 +541,7 @@ fn a_guest_confirms_its_claims_until_it_refuses_all_of_them_and_their_time_begin
     for (has_claims, expires) in [(false, None), (true, ends), (false, ends), (true, ends)] {
         let outcome = ClaimOutcome::NotMade {
             has_claims,
+            is_ineffective: false,
             ttl: Some(500_000),
             why: "refused".to_owned(),
         };

@@ -9,6 +9,7 @@ const FIRST: &str = include_str!("../fixtures/v1-first.jsonl");
 const VERSION_1: &str = include_str!("../fixtures/v1.jsonl");
 const VERSION_2: &str = include_str!("../fixtures/v2.jsonl");
 const VERSION_3: &str = include_str!("../fixtures/v3.jsonl");
+const VERSION_4: &str = include_str!("../fixtures/v4.jsonl");
 
 async fn load_fixture(text: &str) -> Loaded {
     let (_folder, store) = store().await;
@@ -43,6 +44,7 @@ fn samples(run: &str) -> Vec<Rollout> {
         not_yet(Failure::Refused),
         not_yet(Failure::Busy),
         not_yet(Failure::Unknown),
+        not_yet(Failure::Ineffective),
         State::Releasing { why: why() },
         State::Released { void: true },
         State::Adopted,
@@ -221,10 +223,36 @@ async fn the_present_version_is_written_and_read_as_its_fixture_says() {
             serde_json::from_str(&value).unwrap_or_else(|_| value.clone().into());
         println!("{}", serde_json::json!({ "key": key, "value": value }));
     }
-    let mut expected = fixture(VERSION_3);
+    let mut expected = fixture(VERSION_4);
     expected.sort();
     assert_eq!(records, expected);
-    assert_same(&load_fixture(VERSION_3).await.rollouts, &samples(RUN));
+    assert_same(&load_fixture(VERSION_4).await.rollouts, &samples(RUN));
+}
+
+/// Checks that rollouts of the version before are continued. That version lacks one state.
+#[tokio::test]
+async fn rollouts_of_the_version_before_are_read() {
+    let mut expected = samples(RUN);
+    for one in &mut expected {
+        let (mut header, mut members) = (one.header().clone(), one.members().to_vec());
+        members.retain(|member| !member.state.is_ineffective());
+        let lacking = header.members - members.len();
+        header.members = members.len();
+        for wave in &mut header.waves {
+            wave.count = wave.count.min(members.len().saturating_sub(wave.first));
+        }
+        assert!(lacking <= 1);
+        *one = Rollout::stored(header, members, BTreeSet::new()).expect("as stored");
+    }
+    let found = load_fixture(VERSION_3).await.rollouts;
+    assert_eq!(found.len(), expected.len());
+    for ((found, _), expected) in found.iter().zip(&expected) {
+        let states = |rollout: &Rollout| -> Vec<State> {
+            let members = rollout.members().iter();
+            members.map(|member| member.state.clone()).collect()
+        };
+        assert_eq!(states(found), states(expected));
+    }
 }
 
 /// Checks that a rollout of a version before claims is not changed, and that it keeps its keys
@@ -289,11 +317,11 @@ async fn a_set_of_keys_that_is_missing_or_damaged_is_named() {
 
 #[tokio::test]
 async fn a_record_of_a_newer_version_is_left_alone_and_says_so() {
-    let newer = "{\"version\":4,\"name\":{\"new\":\"form\"}}";
+    let newer = "{\"version\":5,\"name\":{\"new\":\"form\"}}";
     for (key, value) in [
         ("header", newer),
         ("members/00000001", newer),
-        ("spec", "# patchbay-spec version 4\nnew form"),
+        ("spec", "# patchbay-spec version 5\nnew form"),
     ] {
         let (_folder, store) = store().await;
         for name in ["a", "net"] {
@@ -308,7 +336,7 @@ async fn a_record_of_a_newer_version_is_left_alone_and_says_so() {
         let loaded = load(&store, &RecordKeys::default()).await.expect("loaded");
         assert_eq!(names(&loaded), ["a"]);
         let why = format!(
-            "the value of the key {key} has version 4, and this program reads up to 3; start the \
+            "the value of the key {key} has version 5, and this program reads up to 4; start the \
              program that wrote it"
         );
         let name = "net".to_owned();
