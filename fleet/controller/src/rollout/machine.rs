@@ -494,7 +494,9 @@ impl Rollout {
 
 /// Returns the text in one line of at most [`MAX_TEXT_BYTES`].
 pub(crate) fn bounded(text: &str) -> String {
-    let mut line = text.replace(char::is_control, " ");
+    // A text from outside may have megabytes. Controls become no longer.
+    let kept = &text[..text.floor_char_boundary(2 * MAX_TEXT_BYTES + 2)];
+    let mut line = kept.replace(char::is_control, " ");
     if line.len() > MAX_TEXT_BYTES {
         line.truncate(line.floor_char_boundary(MAX_TEXT_BYTES - 3));
         line.push_str("...");
