@@ -570,9 +570,11 @@ impl World {
         // The guest's own references are not taken away without consent.
         let can_be_off = guest.original[key] == 0;
         // A second reference to a guarded key would make the guest's own code warn.
-        let is_alone = claim.want == Want::Held && guest.kind(key) == Kind::Guarded;
+        let is_guarded = guest.kind(key) == Kind::Guarded;
+        let is_alone = claim.want == Want::Held && is_guarded;
         let opposes = |(other, is_later): (Want, bool)| match claim.want {
             Want::Held => is_alone && other != Want::Off,
+            Want::On if other == Want::Held => is_guarded,
             Want::On => other == Want::Off && is_later && can_be_off,
             Want::Off => other == Want::Held || (other == Want::On && is_later),
         };
