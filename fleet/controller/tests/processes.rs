@@ -19,5 +19,6 @@ mod processes {
     mod samples;
     mod setup;
     mod stalls;
+    mod stopped;
     mod storage;
 }

@@ -9,6 +9,8 @@ use patchbay_access::certs;
 use patchbay_fleet::hosts::TlsFiles;
 use patchbay_fleet::store::{DEFAULT_ROOT, EtcdStore, Store};
 
+use rustix::process::{Pid, Signal, kill_process};
+
 use super::fleet::PATIENCE;
 
 pub struct Etcd {
@@ -18,6 +20,16 @@ pub struct Etcd {
     members: Vec<Option<Child>>,
     /// True if clients need certificates.
     tls: bool,
+    /// The maximum size of the database in bytes; `None` for etcd's default.
+    quota: Option<u64>,
+}
+
+fn has_etcdctl() -> bool {
+    let is_there = Command::new("etcdctl").arg("version").output().is_ok();
+    if !is_there {
+        eprintln!("SKIPPED: no etcdctl on this machine; apt-get install etcd-client");
+    }
+    is_there
 }
 
 pub fn free_address() -> String {
@@ -32,14 +44,20 @@ impl Etcd {
         etcd.run().await
     }
 
+    /// Starts one member whose database has at most this many bytes. `None` without etcd and
+    /// etcdctl.
+    pub async fn start_small(quota: u64) -> Option<Self> {
+        has_etcdctl().then_some(())?;
+        let mut etcd = Self::prepare(1, false)?;
+        etcd.quota = Some(quota);
+        etcd.run().await
+    }
+
     /// Starts one member that identifies its clients by their certificates. The users "fleet",
     /// "host-0" and "host-1" have the roles of a controller and of hosts, and "stranger" has none.
     /// `None` without etcd and etcdctl.
     pub async fn start_with_users() -> Option<Self> {
-        if Command::new("etcdctl").arg("version").output().is_err() {
-            eprintln!("SKIPPED: no etcdctl on this machine; apt-get install etcd-client");
-            return None;
-        }
+        has_etcdctl().then_some(())?;
         let etcd = Self::prepare(1, true)?;
         certs::init(&etcd.certs(), certs::DEFAULT_TRUST_DOMAIN).expect("a CA");
         for name in ["member", "root", "fleet", "host-0", "host-1", "stranger"] {
@@ -72,14 +90,15 @@ impl Etcd {
         Some(etcd)
     }
 
-    fn ctl(&self, words: &str) {
-        let file = |name: &str| self.certs().join(name);
+    pub fn ctl(&self, words: &str) {
         let mut command = Command::new("etcdctl");
         command.env("ETCDCTL_API", "3");
         command.arg("--endpoints").arg(&self.clients[0]);
-        command.arg("--cacert").arg(file("ca.pem"));
-        command.arg("--cert").arg(file("root.pem"));
-        command.arg("--key").arg(file("root.key"));
+        if let Some(files) = self.tls("root") {
+            command.arg("--cacert").arg(files.ca);
+            command.arg("--cert").arg(files.certificate);
+            command.arg("--key").arg(files.key);
+        }
         let output = command.args(words.split(' ')).output().expect("it starts");
         assert!(output.status.success(), "{words}: {output:?}");
     }
@@ -111,6 +130,7 @@ impl Etcd {
             peers: (0..members).map(|_| address("http")).collect(),
             members: (0..members).map(|_| None).collect(),
             tls,
+            quota: None,
         })
     }
 
@@ -147,6 +167,9 @@ impl Etcd {
         ] {
             command.arg(option).arg(value);
         }
+        if let Some(quota) = self.quota {
+            command.arg(format!("--quota-backend-bytes={quota}"));
+        }
         if let Some(files) = self.tls("member") {
             command.arg("--client-cert-auth");
             command.arg("--cert-file").arg(&files.certificate);
@@ -155,6 +178,11 @@ impl Etcd {
         }
         command.stdout(Stdio::null()).stderr(Stdio::null());
         self.members[member] = Some(command.spawn().expect("starts"));
+    }
+
+    pub fn signal(&self, member: usize, signal: Signal) {
+        let process = self.members[member].as_ref().expect("it runs");
+        kill_process(Pid::from_child(process), signal).expect("sent");
     }
 
     pub fn kill_member(&mut self, member: usize) {

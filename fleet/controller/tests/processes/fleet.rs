@@ -261,14 +261,29 @@ impl ProcessFleet {
     }
 
     fn command(&self, name: &str, user: &str) -> Command {
+        let mut command = self.bare_command(name);
+        command.args(self.etcd.options_of(user));
+        command
+    }
+
+    fn bare_command(&self, name: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_patchbay-fleet"));
         command
             .arg("--socket")
             .arg(self.path(&format!("{name}.sock")));
-        command.args(self.etcd.options_of(user));
         command.arg("--gates").arg(self.path("gates.d"));
         command.envs(self.variables.iter().cloned());
         command
+    }
+
+    /// Starts a controller with an embedded store, which knows the first host alone.
+    pub fn standalone(&self) -> Replica {
+        let mut command = self.bare_command("standalone");
+        let host = format!("--host=host-0={}", self.text("host-0.sock"));
+        command.args(["--standalone", &host, "--store"]);
+        command.arg(self.path("fleet.redb"));
+        command.arg("--archive").arg(self.path("archive"));
+        Replica::spawn(command, self.path("standalone.sock"))
     }
 
     /// Writes the command of a gate, which runs this script as the user of the test.
