@@ -94,8 +94,8 @@ pub struct Selection {
     pub tiers: Vec<u8>,
     /// A substring of "suite name"; `None` selects all tests.
     pub filter: Option<String>,
-    /// Repeat tests with the newest kernel. Without a filter, tests are always repeated with the
-    /// oldest kernel. With a filter, they are repeated with the oldest kernel only if this is true.
+    /// Repeat tests with the oldest and the newest kernel that have a series. Without a filter, tests
+    /// are also repeated with the oldest kernel if it has been built before.
     pub other_kernels: bool,
     /// Discover the keys of every stock kernel that the archive has.
     pub all_kernels: bool,
@@ -157,7 +157,7 @@ pub fn run(selection: &Selection) -> Result<bool> {
     let kernels = match selection.wants(3) && selection.filter.is_none() {
         // An error is ignored here, because the code that prepares a kernel for its tests reports
         // it.
-        true => guest::start_to_build_kernels().ok(),
+        true => guest::start_to_build_kernels(selection.other_kernels).ok(),
         false => None,
     };
     let place = if runs_bare_metal {
@@ -353,16 +353,27 @@ fn linux_guests(
         .flatten()
         .take_while(|_| !again.is_empty())
     {
-        // The last variable of the same name counts.
-        outcome
-            .variables
-            .extend(guest::kernel_of_the_guest(&recipe)?);
+        // Building a kernel takes as long as a quarter of all tests. The key of one whose sources
+        // are not installed cannot be computed.
+        let is_used = selection.other_kernels || kernel::is_cached(&recipe).unwrap_or(false);
+        if is_used {
+            // The last variable of the same name counts.
+            outcome
+                .variables
+                .extend(guest::kernel_of_the_guest(&recipe)?);
+        }
         let heading = format!("tier 3, Linux {} guests", recipe.version);
         let mut others = outcome.plan(&heading, again.clone());
         for planned in &mut others {
             planned.test.with = Some(format!("Linux {}", recipe.version));
         }
-        planned.extend(others);
+        match is_used {
+            true => planned.extend(others),
+            false => outcome.skip(
+                others,
+                "its kernel is not in the cache; `cargo xtask test --other-kernels` builds it",
+            ),
+        }
     }
     Ok(planned)
 }

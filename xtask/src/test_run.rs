@@ -141,6 +141,16 @@ impl TestRun {
         tests.into_iter().map(planned).collect()
     }
 
+    /// Counts tests as skipped for this reason.
+    pub fn skip(&mut self, tests: Vec<Planned>, why: &str) {
+        println!();
+        for Planned { heading, test } in tests {
+            let report = Report::skipped(why);
+            print_report("", &test, &report);
+            self.counts_of(heading).add_report(&report);
+        }
+    }
+
     /// Runs tests, the longest first, with as many workers as the place allows.
     pub fn run_tests(&mut self, tests: Vec<Planned>, place: Location) {
         let timeout = self.timeout;

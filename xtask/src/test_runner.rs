@@ -91,6 +91,14 @@ impl Report {
         }
     }
 
+    /// Returns the report of a test that is not run for this reason.
+    pub fn skipped(why: impl Into<String>) -> Self {
+        Self {
+            verdict: Verdict::Skipped(why.into()),
+            ..Self::not_run("")
+        }
+    }
+
     pub fn failed(&self) -> bool {
         matches!(self.verdict, Verdict::Failed(_))
     }

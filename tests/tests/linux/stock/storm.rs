@@ -50,7 +50,7 @@ async fn guest_and_host_flip_the_keys_of_an_unpatched_kernel_that_reboots() -> R
     let Some(kernel) = StockKernel::named("6_12") else {
         return Ok(());
     };
-    let flips = number("PATCHBAY_STOCK_FLIPS", 200)?;
+    let flips = number("PATCHBAY_STOCK_FLIPS", 100)?;
     let reboots = number("PATCHBAY_STOCK_REBOOTS", 1)?;
     let folder = tempfile::tempdir()?;
     let initramfs = folder.path().join("initramfs");
