@@ -117,6 +117,15 @@ impl Foreign {
         Ok(())
     }
 
+    /// Attaches to the guest by the monitor's process alone. An earlier attacher ends first.
+    pub async fn attach_to_process(&mut self, cli: &Path) -> Result<()> {
+        self.detach().await?;
+        let pid = self.pid.to_string();
+        let words = ["process", pid.as_str()];
+        self.attacher = Some(Attacher::start(cli, self.folder.path(), words).await?);
+        Ok(())
+    }
+
     /// Ends the attacher.
     pub async fn detach(&mut self) -> Result<()> {
         if let Some(attacher) = self.attacher.take() {

@@ -135,6 +135,9 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
             host::ensure_packages(host::LAB)?;
             let mut variables = guest::prepare(&[])?;
             variables.push(stock::cloud_6_12()?);
+            if name == COUNTING {
+                variables.push(guest::libkrun());
+            }
             variables
         }
         Needs::Kernels => {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Measures the same change of one stock kernel in our monitor, in QEMU stopped by QMP, and in QEMU
-//! with its vCPU threads frozen. The three take turns in one run.
+//! Measures the same change of one stock kernel in our monitor, in QEMU by each way of attaching
+//! and pausing, and in libkrun by its process. All take turns in one run.
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
@@ -20,8 +20,15 @@ const ROUNDS: usize = 10;
 const COUNTS: [usize; 2] = [1, 100];
 /// Queries for pr_debug() lines that an idle guest seldom executes.
 const LINES: [&str; 3] = ["drivers/base/*", "drivers/acpi/*", "drivers/pci/*"];
-/// The ways of pausing a guest of QEMU, as `patchbay attach --pause` names them.
-const WAYS: [&str; 2] = ["qmp", "freeze"];
+
+/// A way of attaching to a guest.
+#[derive(Clone, Copy)]
+enum Way {
+    /// Over QMP, with this `--pause`.
+    Qmp(&'static str),
+    /// By the monitor's process alone.
+    Process,
+}
 
 /// A column of the table: a monitor and a way of pausing the guest.
 struct Column {
@@ -64,19 +71,41 @@ pub async fn compare() -> Result<()> {
     ours.shell("dmesg -n 1").await?;
     qemu.shell("dmesg -n 1").await?;
 
+    let mut guests = vec![qemu];
+    let mut ways = vec![
+        ("QEMU, qmp", 0, Way::Qmp("qmp")),
+        ("QEMU, freeze", 0, Way::Qmp("freeze")),
+        ("QEMU, process", 0, Way::Process),
+    ];
+    match std::env::var_os("PATCHBAY_TEST_LIBKRUN") {
+        Some(program) => {
+            let mut krun = Foreign::libkrun(program.as_ref(), &kernel)?;
+            krun.wait_for_shell().await?;
+            krun.shell("dmesg -n 1").await?;
+            guests.push(krun);
+            ways.push(("libkrun, process", 1, Way::Process));
+        }
+        None => eprintln!("There is no guest of libkrun."),
+    }
     let mut columns: Vec<Column> = vec![Column::new("our monitor")];
-    columns.extend(WAYS.map(|way| Column::new(format!("QEMU, {way}"))));
+    columns.extend(ways.iter().map(|(what, ..)| Column::new(*what)));
     for _ in 0..TURNS {
         columns[0].turn(&ours.static_keys(), &names).await?;
-        for (column, way) in columns[1..].iter_mut().zip(WAYS) {
-            qemu.attach(&kernel.cli, &["--pause", way]).await?;
-            let mut client = StaticKeysServiceClient::new(connect(&qemu.socket()).await?);
+        for (column, (what, guest, way)) in columns[1..].iter_mut().zip(&ways) {
+            let guest = &mut guests[*guest];
+            match way {
+                Way::Qmp(pause) => guest.attach(&kernel.cli, &["--pause", pause]).await?,
+                Way::Process => guest.attach_to_process(&kernel.cli).await?,
+            }
+            let mut client = StaticKeysServiceClient::new(connect(&guest.socket()).await?);
             ensure!(
                 lines(&mut client).await? == names,
-                "the guests do not have the same keys"
+                "the guests do not have the same keys: {what}"
             );
             let turn = column.turn(&client, &names).await;
-            turn.with_context(|| qemu.attacher_log())?;
+            turn.with_context(|| guest.attacher_log())?;
+            // The other attacher of the same guest takes its lock.
+            guest.detach().await?;
         }
     }
     ours.assert_no_warnings().await?;
