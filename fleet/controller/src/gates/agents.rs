@@ -18,11 +18,12 @@ pub struct Observed {
     before: Health,
 }
 
-/// Returns the changed members with their health before the change.
+/// Returns the changed members with their health before the change. A guest on which a claim has no
+/// effect any more was changed all the same.
 pub fn observed(members: &[Member]) -> Vec<Observed> {
     let observed = |member: &Member| {
         let before = member.health.clone()?;
-        matches!(member.state, State::AsWanted { .. }).then(|| Observed {
+        member.state.has_claims().then(|| Observed {
             host: member.host.clone(),
             guest: member.guest.clone(),
             before,
@@ -215,6 +216,7 @@ fn unhealthy(limits: &AgentLimits, before: &Health, now: &Report) -> Option<Stri
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rollout::Failure;
 
     fn report(boot_id: &str, kernel_warnings: u64) -> Report {
         Report {
@@ -240,6 +242,26 @@ mod tests {
         };
         assert_eq!(of(counted.clone()).kernel_warnings, u64::MAX);
         assert_eq!(of(counted).boot_id, "memory counted 7f");
+    }
+
+    #[test]
+    fn a_changed_guest_is_observed_also_if_a_claim_has_no_effect() {
+        let member = |state| Member {
+            state,
+            health: Some(Health::default()),
+            ..Member::new("host-0", "web-0")
+        };
+        let not_yet = |failure| State::NotYet {
+            failure,
+            why: String::new(),
+        };
+        let states = [
+            State::AsWanted { pause_us: 1 },
+            not_yet(Failure::Ineffective),
+            not_yet(Failure::Refused),
+            State::Pending,
+        ];
+        assert_eq!(observed(&states.map(member)).len(), 2);
     }
 
     #[test]
