@@ -13,14 +13,14 @@ use patchbay_guest::guest::GuestDescription;
 use crate::error::AttachError;
 use crate::events::Events;
 use crate::freeze::{Point, freeze};
-use crate::guest::{Pauser, QemuGuest, Threads};
-use crate::host::Host;
-use crate::identity;
+use crate::guest::{Pauser, QemuGuest};
+use crate::host::{Host, Logging};
+use crate::identity::{self, Threads};
 use crate::libvirt::{self, Domain};
 use crate::life::{End, Life};
 use crate::lock::Lock;
 use crate::memory::{Access, AttachedRam};
-use crate::monitor::Monitor;
+use crate::monitor::{Connection, Emulated, Monitor};
 use crate::process::Process;
 use crate::qmp::{Event, EventListener, Peer, Qmp, QmpError};
 use crate::watchdog::{Watchdog, Way};
@@ -87,9 +87,9 @@ pub struct Options {
     /// The program that serves as the watchdog: [`OWN_PROGRAM`](crate::watchdog::OWN_PROGRAM), if
     /// this one does.
     pub watchdog: PathBuf,
-    /// Accept a QEMU without KVM. TCG keeps executing code that it has translated before a write,
-    /// so this is for tests that only read and stop.
-    pub accept_tcg: bool,
+    /// Accept a QEMU without KVM, and read its registers by this function. TCG keeps executing code
+    /// that it has translated before a write, so this is for tests that only read and stop.
+    pub accept_tcg: Option<Emulated>,
 }
 
 /// Attaches to a running guest. The guest does not notice the attachment.
@@ -106,32 +106,37 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
             None => life.disconnected(known.get().map(|process| &**process)),
         })
     };
-    let (monitor, process) = open(&options.target, listener)?;
-    let events = match &monitor {
-        Monitor::Libvirt(domain) => Some(Events::of_domain(domain, &life)?),
-        Monitor::Socket(_) | Monitor::Host(_) => None,
+    let (connection, host, process) = open(&options.target, listener)?;
+    let events = match &connection {
+        Connection::Libvirt(domain) => Some(Events::of_domain(domain, &life)?),
+        Connection::Socket(_) | Connection::None => None,
     };
-    let kvm = refuse_unfit(&monitor, options.accept_tcg)?;
-    let point = match kvm {
+    let emulated = refuse_unfit(&connection, options.accept_tcg)?;
+    let host = match host {
+        None if emulated.is_none() => Host::beside_monitor(&process)?,
+        host => host,
+    };
+    let monitor = Monitor::new(connection, Arc::clone(&process), host, emulated);
+    let point = match emulated {
         // Only QEMU reports whether it has paused the guest. Any other monitor's pause is
         // recognised by a vCPU that is not in `KVM_RUN`.
-        true if monitor.is_host() => Point::Running,
-        true => Point::Unlocked,
-        false => Point::Any,
+        None if monitor.is_host() => Point::Running,
+        None => Point::Unlocked,
+        Some(_) => Point::Any,
     };
-    let vcpus = identity::vcpus(&process, &monitor, &monitor.vcpu_threads(PATIENCE)?, kvm)?;
+    let threads = identity::vcpus(&process, &monitor, &Threads::default(), PATIENCE)?;
     let _ = known.set(Arc::clone(&process));
     let lock = process.lock()?;
-    let access = match (&monitor, options.access) {
+    let access = match options.access {
         // A monitor that shortens its file would end this process by SIGBUS.
-        (Monitor::Host(_), Access::Auto) => Access::Process,
-        (_, access) => access,
+        Access::Auto if monitor.is_host() => Access::Process,
+        access => access,
     };
     let memory = AttachedRam::open(&process, monitor.ram()?, access, |address| {
         monitor.host_address(&(address..address + 1), PATIENCE)
     })?;
     let memory = Arc::new(memory);
-    let pauser = pauser(options, &monitor, &vcpus, point)?;
+    let pauser = pauser(options, &monitor, &threads.distinct(), point)?;
     let watchdog = Arc::new(Mutex::new(watchdog(options, &monitor, &process, &lock)?));
     life.tell(Arc::downgrade(&watchdog));
     let qemus = monitor.name()?;
@@ -140,11 +145,11 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
         .clone()
         .or_else(|| (!qemus.is_empty()).then_some(qemus));
     let description = GuestDescription {
-        name: name.unwrap_or_else(|| match &monitor {
-            Monitor::Host(_) => format!("{}-{}", process.program(), process.pid()),
-            _ => format!("qemu-{}", process.pid()),
+        name: name.unwrap_or_else(|| match monitor.is_host() {
+            true => format!("{}-{}", process.program(), process.pid()),
+            false => format!("qemu-{}", process.pid()),
         }),
-        vcpus: u32::try_from(vcpus.len()).unwrap_or(u32::MAX),
+        vcpus: u32::try_from(threads.each.len()).unwrap_or(u32::MAX),
         memory_bytes: memory.bytes(),
         transports: Vec::new(),
     };
@@ -184,8 +189,12 @@ fn connect(path: &Path, listener: EventListener) -> Result<Qmp, AttachError> {
     })
 }
 
-/// Opens the monitor of a guest, and the monitor's process.
-fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Arc<Process>), AttachError> {
+/// Opens the connection to the monitor of a guest, or the guest in the host's kernel, and the
+/// monitor's process.
+fn open(
+    target: &Target,
+    listener: EventListener,
+) -> Result<(Connection, Option<Host>, Arc<Process>), AttachError> {
     match target {
         Target::Qmp(path, pid) => {
             let qmp = connect(path, listener)?;
@@ -196,7 +205,7 @@ fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Arc<Proces
                 None => identity::listener(peer, path)?,
             };
             identity::same_user(&process, user)?;
-            Ok((Monitor::Socket(qmp), Arc::new(process)))
+            Ok((Connection::Socket(qmp), None, Arc::new(process)))
         }
         Target::Process(pid) => {
             let process = Process::open(*pid)?;
@@ -210,13 +219,13 @@ fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Arc<Proces
                     path.display()
                 )));
             }
-            Ok((Monitor::Socket(qmp), Arc::new(process)))
+            Ok((Connection::Socket(qmp), None, Arc::new(process)))
         }
         Target::Libvirt { uri, domain } => {
             let name = domain;
-            let monitor = Monitor::Libvirt(Domain::open(uri, name)?);
-            let process = libvirt::process(name, &monitor.vcpu_threads(PATIENCE)?)?;
-            Ok((monitor, Arc::new(process)))
+            let connection = Connection::Libvirt(Domain::open(uri, name)?);
+            let process = libvirt::process(name, &connection.vcpu_threads(PATIENCE)?)?;
+            Ok((connection, None, Arc::new(process)))
         }
         Target::Host {
             pid,
@@ -227,8 +236,12 @@ fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Arc<Proces
                 Some(started) => Process::open_started(*pid, *started)?,
                 None => Process::open(*pid)?,
             });
-            let host = Host::open(&process, *dirty_logging_ok)?;
-            Ok((Monitor::Host(host), process))
+            let logging = match dirty_logging_ok {
+                true => Logging::Allow,
+                false => Logging::Refuse,
+            };
+            let host = Host::open(&process, logging)?;
+            Ok((Connection::None, Some(host), process))
         }
     }
 }
@@ -244,22 +257,27 @@ fn peer(qmp: &Qmp, path: &Path) -> Result<Peer, AttachError> {
     })
 }
 
-/// Refuses a guest that cannot be patched from outside. Returns whether the guest uses KVM.
-fn refuse_unfit(monitor: &Monitor, accept_tcg: bool) -> Result<bool, AttachError> {
-    let kvm = monitor.uses_kvm()?;
-    if !accept_tcg && !kvm {
+/// Refuses a guest that cannot be patched from outside. Returns the way to read the registers of a
+/// guest that does not use KVM.
+fn refuse_unfit(
+    connection: &Connection,
+    accept_tcg: Option<Emulated>,
+) -> Result<Option<Emulated>, AttachError> {
+    let kvm = connection.uses_kvm()?;
+    let emulated = accept_tcg.filter(|_| !kvm);
+    if !kvm && emulated.is_none() {
         return Err(AttachError::Refused(
             "QEMU runs this guest without KVM: what is written to its memory does not reach the code that QEMU has translated; start it \
              with -accel kvm"
                 .to_owned(),
         ));
     }
-    if monitor.is_confidential()? {
+    if connection.is_confidential()? {
         return Err(AttachError::Refused(
             "the guest's memory is encrypted or closed to its host (SEV, TDX): its keys can only be changed from inside".to_owned(),
         ));
     }
-    Ok(kvm)
+    Ok(emulated)
 }
 
 fn pauser(
@@ -268,7 +286,7 @@ fn pauser(
     vcpus: &[u32],
     point: Point,
 ) -> Result<Pauser, AttachError> {
-    match (options.pause, monitor) {
+    match (options.pause, monitor.connection()) {
         (PauseWay::Freeze, _) => {
             // The guest is stopped once now, so that a missing right is reported at the start.
             let what = match monitor.is_host() {
@@ -279,11 +297,11 @@ fn pauser(
                 .map_err(|error| AttachError::process(what, error))?;
             Ok(Pauser::Freeze(Mutex::new(Threads::default()), point))
         }
-        (PauseWay::Qmp, Monitor::Socket(_)) => Ok(Pauser::Qmp),
-        (PauseWay::Qmp, Monitor::Host(_)) => Err(AttachError::Refused(
+        (PauseWay::Qmp, Connection::Socket(_)) => Ok(Pauser::Qmp),
+        (PauseWay::Qmp, Connection::None) => Err(AttachError::Refused(
             "the guest is attached to by its process alone, so no monitor can stop it; give --pause freeze".to_owned(),
         )),
-        (PauseWay::Qmp, Monitor::Libvirt(_)) => Err(AttachError::Refused(
+        (PauseWay::Qmp, Connection::Libvirt(_)) => Err(AttachError::Refused(
             "libvirt owns the QMP connection, so a stop over it cannot be ended if this process dies; give --pause freeze".to_owned(),
         )),
     }
@@ -296,11 +314,13 @@ fn watchdog(
     process: &Process,
     lock: &Lock,
 ) -> Result<Watchdog, AttachError> {
-    let way = match (monitor, &options.target) {
-        (Monitor::Libvirt(_), Target::Libvirt { uri, domain }) => Ok(Way::Libvirt { uri, domain }),
-        (Monitor::Libvirt(_), _) => Err(io::ErrorKind::InvalidInput.into()),
-        (Monitor::Host(_), _) => Ok(Way::Nobody),
-        (Monitor::Socket(qmp), _) => qmp.share().map(Way::Connection),
+    let way = match (monitor.connection(), &options.target) {
+        (Connection::Libvirt(_), Target::Libvirt { uri, domain }) => {
+            Ok(Way::Libvirt { uri, domain })
+        }
+        (Connection::Libvirt(_), _) => Err(io::ErrorKind::InvalidInput.into()),
+        (Connection::None, _) => Ok(Way::Nobody),
+        (Connection::Socket(qmp), _) => qmp.share().map(Way::Connection),
     };
     let started = process.started()?;
     way.and_then(|way| {
@@ -335,9 +355,10 @@ fn watch_process(
     };
     let monitor = Arc::downgrade(monitor);
     let watch = move || {
-        let is_closed = || match monitor.upgrade().as_deref() {
-            Some(Monitor::Host(host)) => host.is_closed(),
-            _ => false,
+        let is_closed = || {
+            let monitor = monitor.upgrade();
+            let host = monitor.as_ref().and_then(|monitor| monitor.host());
+            host.is_some_and(Host::is_closed)
         };
         while !watched.has_ended_within(interval) && !is_closed() {}
         life.set_end(End::Guest);
@@ -475,7 +496,7 @@ mod tests {
             access: Access::Auto,
             pause: PauseWay::Freeze,
             watchdog: PathBuf::new(),
-            accept_tcg: false,
+            accept_tcg: None,
         };
         attach(&options).expect_err("refused").to_string()
     }
@@ -503,10 +524,8 @@ mod tests {
             ],
         ] {
             let error = refusal(properties);
-            assert!(
-                error.contains("not in the script"),
-                "{properties:?}: {error}"
-            );
+            // The fake has no VM.
+            assert!(!error.contains("encrypted"), "{properties:?}: {error}");
         }
     }
 

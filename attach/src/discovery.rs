@@ -23,13 +23,11 @@ impl Discoverable for QemuGuest {
 
     fn cpus(&self) -> Result<Option<Vec<Cpu>>, String> {
         let nesting = || {
-            let told = self.monitor().nesting(PATIENCE);
             let folder = Path::new(kvm::FOLDER);
-            told.or_else(|| {
-                Nesting::in_debugfs(folder, kvm::pid_namespace(), |id| {
-                    self.process().has_thread(id)
-                })
-            })
+            let counted = Nesting::in_debugfs(folder, kvm::pid_namespace(), |id| {
+                self.process().has_thread(id)
+            });
+            counted.or_else(|| self.monitor().nesting(PATIENCE))
         };
         let looks = || (nesting(), self.monitor().registers(PATIENCE), nesting());
         let (before, registers, after) = unless_held(&self.watch, || self.is_held(), looks)?;
@@ -40,7 +38,7 @@ impl Discoverable for QemuGuest {
             cr3: vcpu.cr3,
             cr4: vcpu.cr4,
             idt_base: vcpu.idt_base,
-            // `info registers` shows neither MSRs of FRED nor the upper half of CR4.
+            // The run page has no MSRs of FRED.
             fred_config: None,
             may_be_nested: !never && Cpu::can_run_guests(vcpu.cr4, vcpu.efer),
         };
@@ -66,11 +64,12 @@ impl Discoverable for QemuGuest {
     }
 }
 
-/// Asks QEMU for registers, unless the guest is held. No pause begins before QEMU has answered.
+/// Reads the registers, unless the guest is held. No pause begins meanwhile.
 ///
-/// QEMU's main loop waits for the thread of each vCPU. A frozen thread would keep the main loop
-/// from answering anything, so the change would fail and be undone. A pause sets `held` and then
-/// takes the lock.
+/// A thread has only one tracer, and vCPUs that are held do not return from `KVM_RUN`. For KVM's
+/// counts, QEMU's main loop waits for the thread of each vCPU. A frozen thread would keep the main
+/// loop from answering anything, so the change would fail and be undone. A pause sets `held` and
+/// then takes the lock.
 ///
 /// # Errors
 /// The guest is held, or is about to be held.

@@ -20,7 +20,7 @@ use static_keys::{GateWord, Write};
 use crate::events::Events;
 use crate::freeze::{FreezeError, Frozen, Point, freeze};
 use crate::hotplug::Watch;
-use crate::identity;
+use crate::identity::{self, Threads};
 use crate::life::Life;
 use crate::lock::Lock;
 use crate::memory::AttachedRam;
@@ -46,13 +46,6 @@ pub enum Pauser {
     Qmp,
     /// ptrace stops the vCPUs' threads at this point.
     Freeze(Mutex<Threads>, Point),
-}
-
-/// The ids of the vCPUs' threads, as the monitor names them and in this PID namespace.
-#[derive(Debug, Default)]
-pub struct Threads {
-    theirs: Vec<u32>,
-    ours: Vec<u32>,
 }
 
 /// A guest that QEMU runs.
@@ -111,15 +104,27 @@ impl QemuGuest {
     fn check(&self) -> Result<Migration, PauseError> {
         let (status, migration) = self.monitor.state(PATIENCE).map_err(unable)?;
         check_status(&status)?;
+        if migration.is_contradicted() {
+            // Memory that was taken for RAM during a migration may be that of a display.
+            self.memory.doubt();
+        }
         check_migration(&migration)?;
         Ok(migration)
     }
 
-    /// Returns the host's report of the slots. It is read before the slots are used to confirm the
-    /// memory of the stopped guest. A change is made only if the report stays the same until its
-    /// end.
-    fn report(&self) -> Result<Migration, PauseError> {
-        let migration = self.monitor.migration(LOOK).map_err(unable)?;
+    /// Adds the state of the memory slots to the report from before the stop. The memory of the
+    /// stopped guest is then confirmed by the same slots. A change is made only if they stay the
+    /// same until its end.
+    fn with_slots(&self, before: Migration, way: &Way<'_>) -> Result<Migration, PauseError> {
+        let Some(host) = self.monitor.host() else {
+            return Ok(before);
+        };
+        let slots = match way {
+            // The slots were read with the vCPUs' threads.
+            Way::Frozen(..) => host.known_slots(),
+            Way::Qmp(_) => host.slots(),
+        };
+        let migration = before.with(slots.map_err(unable)?);
         check_migration(&migration)?;
         Ok(migration)
     }
@@ -185,20 +190,18 @@ impl QemuGuest {
     ) -> Result<Way<'_>, PauseError> {
         let mut threads = threads.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
-            let theirs = self.monitor.vcpu_threads(PATIENCE).map_err(unable)?;
-            let vcpus = theirs.len();
-            let frozen = self.freeze(&mut threads, theirs, point, deadline, timeout)?;
+            *threads = identity::vcpus(&self.process, &self.monitor, &threads, PATIENCE)
+                .map_err(unable)?;
+            let frozen = self.freeze(&mut threads, point, deadline, timeout)?;
             let looking = Instant::now();
-            let failed = match self.monitor.vcpu_threads(LOOK) {
-                Ok(now) if now == threads.theirs => {
-                    return Ok(Way::Frozen(frozen, looking.elapsed()));
-                }
+            let failed = match threads.are_still_all(&self.monitor, LOOK) {
+                Ok(true) => return Ok(Way::Frozen(frozen, looking.elapsed())),
                 // Either the vCPUs changed, or QEMU waits for a stopped thread.
-                Ok(_) | Err(QmpError::TimedOut { .. }) => None,
+                Ok(false) | Err(QmpError::TimedOut { .. }) => None,
                 Err(error) => Some(unable(error)),
             };
             drop(frozen);
-            let late = || self.late(timeout, 0..vcpus);
+            let late = || self.late(timeout, 0..threads.each.len());
             let failed = failed.or_else(|| (Instant::now() >= deadline).then(late));
             if let Some(error) = failed {
                 self.watchdog().disarm();
@@ -208,31 +211,25 @@ impl QemuGuest {
         }
     }
 
-    /// Stops the threads of the vCPUs, given by their ids in QEMU's PID namespace.
+    /// Stops the threads of the vCPUs.
     fn freeze(
         &self,
         threads: &mut Threads,
-        theirs: Vec<u32>,
         point: Point,
         deadline: Instant,
         timeout: Duration,
     ) -> Result<Frozen, PauseError> {
-        if threads.theirs != theirs {
-            let kvm = point != Point::Any;
-            let ours =
-                identity::vcpus(&self.process, &self.monitor, &theirs, kvm).map_err(unable)?;
-            *threads = Threads { ours, theirs };
-        }
+        let ids = threads.distinct();
         // Another process may have the id of a thread that has ended.
-        if !threads.ours.iter().all(|id| self.process.has_thread(*id)) {
+        if !ids.iter().all(|id| self.process.has_thread(*id)) {
             *threads = Threads::default();
             return Err(unable(FreezeError::Gone));
         }
-        self.arm(&threads.ours, point)?;
-        let error = match freeze(&threads.ours, point, deadline) {
+        self.arm(&ids, point)?;
+        let error = match freeze(&ids, point, deadline) {
             // A stopped thread keeps its id, so threads that belong to QEMU now belonged to it when
             // they were stopped.
-            Ok(frozen) if threads.ours.iter().all(|id| self.process.has_thread(*id)) => {
+            Ok(frozen) if ids.iter().all(|id| self.process.has_thread(*id)) => {
                 return Ok(frozen);
             }
             Ok(_) => {
@@ -263,6 +260,13 @@ pub(crate) fn check_status(status: &str) -> Result<(), PauseError> {
 }
 
 fn check_migration(migration: &Migration) -> Result<(), PauseError> {
+    if migration.is_contradicted() {
+        return Err(unable(format!(
+            "KVM logs the dirty pages of the guest's memory, but QEMU reports no migration (its status is {:?}), so it is unknown which copy of the \
+             memory a write now would be missing from; end the measurement of the dirty rate or whatever else needs the log",
+            migration.reported()
+        )));
+    }
     if migration.is_under_way() {
         return Err(PauseError::Unable {
             why: format!(
@@ -359,8 +363,8 @@ impl Drop for Paused<'_> {
 impl PausedGuest for Paused<'_> {
     fn rips(&self) -> Option<&[u64]> {
         match &self.way {
-            Some(Way::Qmp(lease)) => Some(lease.rips()),
-            // QEMU reads a vCPU's registers in the vCPU's own thread, and would wait for it.
+            Some(Way::Qmp(lease)) => lease.rips(),
+            // The run pages show the last return from `KVM_RUN` only if it was requested before.
             _ => None,
         }
     }
@@ -374,8 +378,8 @@ impl PausedGuest for Paused<'_> {
     }
 
     fn begin_writes(&self) -> Result<(), String> {
-        let (status, migration) = self.look()?;
-        let is_other = self.guest.monitor.is_host() && migration != *self.migration.borrow();
+        let (status, migration) = self.look(true)?;
+        let is_other = !migration.has_same_slots(&self.migration.borrow());
         if is_other || migration.is_under_way() || !self.is_here(&status) {
             return Err(moved(&status, &migration));
         }
@@ -386,7 +390,7 @@ impl PausedGuest for Paused<'_> {
     }
 
     fn check_writes(&self) -> Result<(), String> {
-        let (status, migration) = self.look()?;
+        let (status, migration) = self.look(false)?;
         if migration == *self.migration.borrow() && self.is_here(&status) {
             return Ok(());
         }
@@ -409,9 +413,10 @@ impl PausedGuest for Paused<'_> {
     fn undone(&self) {
         self.guest.watchdog().undone();
         match self.guest.monitor.cancel_migration(LOOK) {
-            Ok(migration) if migration == *self.migration.borrow() => {}
-            // Only KVM's memory slots have changed.
-            Ok(migration) if self.guest.monitor.is_host() && !migration.is_under_way() => {}
+            // Nothing has changed, or only the memory slots have.
+            Ok(migration)
+                if !migration.is_under_way()
+                    && migration.has_same_answer(&self.migration.borrow()) => {}
             Ok(migration) if migration.is_cancelled() => {
                 limited!(
                     warn,
@@ -434,8 +439,15 @@ impl PausedGuest for Paused<'_> {
 }
 
 impl Paused<'_> {
-    fn look(&self) -> Result<(String, Migration), String> {
-        let state = self.guest.monitor.state(LOOK);
+    /// Returns the guest's run state and the report of the last migration. `begins` is set before
+    /// the first write: QEMU's answer then comes after the event of a reset or of a stop by another
+    /// client that preceded the freeze. While the vCPUs are frozen, neither can take effect.
+    fn look(&self, begins: bool) -> Result<(String, Migration), String> {
+        let monitor = &self.guest.monitor;
+        let state = match self.way {
+            Some(Way::Frozen(..)) => monitor.frozen_state(&self.migration.borrow(), begins, LOOK),
+            _ => monitor.state(LOOK),
+        };
         state.map_err(|error| error.to_string())
     }
 
@@ -540,10 +552,8 @@ impl Guest for QemuGuest {
                 Way::Qmp(_) => began.elapsed(),
             };
             let confirming = Instant::now();
-            let migration = match self.monitor.is_host() {
-                true => self.report().inspect_err(|_| self.watchdog().disarm())?,
-                false => migration,
-            };
+            let migration = self.with_slots(migration, &way);
+            let migration = migration.inspect_err(|_| self.watchdog().disarm())?;
             self.memory.confirm(&self.process, |range| {
                 let left = CONFIRM.saturating_sub(confirming.elapsed());
                 self.monitor.host_address(range, left)

@@ -1,61 +1,61 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Observes a guest without its monitor: by the host's kernel and by the monitor's process.
-//!
-//! | what | from |
-//! |---|---|
-//! | slots, vCPU threads, dirty logging, protection | KVM's structures ([`patchbay_host_kernel`]) |
-//! | the guest's bytes | the process's memory, as for every guest |
-//! | registers | the run page of each vCPU ([`crate::run_page`]) |
+//! Observes a guest by the host's kernel: its memory slots, the threads of its vCPUs, dirty logging
+//! and protection, from KVM's structures ([`patchbay_host_kernel`]). A monitor cannot forge these.
 //!
 //! Every answer comes from a walk that begins at the process's descriptor, because the structures
 //! of a closed VM can still be read and look unchanged. A walk counts only if the process has not
 //! ended since, because another process may get its number. This process holds the VM's file open,
 //! so that no later VM gets the address by which this VM is known.
 
-use std::collections::BTreeSet;
-use std::fs::File;
-use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use patchbay_host_kernel::{HostKernel, Kind, Monitor, Refusal, Slot, Vm, WalkError};
-use serde_json::json;
 
 use crate::error::AttachError;
 use crate::flat_view::{MAX_RANGES, RamRange, Removal};
-use crate::freeze::{FreezeError, Point, freeze};
-use crate::monitor::Migration;
 use crate::process::Process;
 use crate::qmp::QmpError;
-use crate::registers::Registers;
-use crate::run_page::RunPage;
 
 /// The name of the descriptor of a VM.
 const VM: &str = "anon_inode:kvm-vm";
 /// The maximum number of descriptors of VMs that are read.
 const MAX_DESCRIPTORS: usize = 1024;
-/// The status of a migration that KVM's dirty log suggests.
-const LOGGED: &str = "dirty logging";
-/// The maximum number of stops for one reading of the registers. The first stop requests them. If
-/// no later stop can read them, they are reported as unknown.
-const ATTEMPTS: u32 = 20;
-/// The time between two attempts. A vCPU that is between two calls of `KVM_RUN` soon makes the next
-/// one.
-const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
 /// Mappings of devices' registers. They are not RAM, and reading them may have effects.
 const DEVICES: [&str; 3] = ["/dev/", "/sys/", "anon_inode:"];
 /// Mappings below `/dev/` that are RAM.
 const DEVICES_OF_RAM: [&str; 4] = ["/dev/zero", "/dev/shm/", "/dev/hugepages/", "/dev/dax"];
+
+/// The treatment of a guest whose dirty pages KVM logs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Logging {
+    /// The guest is refused while its largest slot is logged. A smaller slot that is logged, such
+    /// as the memory of a display, is left out.
+    Refuse,
+    /// The operator allows writes to memory that is logged.
+    Allow,
+    /// The monitor reports migrations, so the guest is also attached to during one. A change is
+    /// refused while KVM logs memory that is used. A dirty ring alone logs nothing.
+    Reported,
+}
+
+/// The state of KVM's memory slots. If it differs, a slot has changed or a dirty log has begun or
+/// ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Slots {
+    generations: Vec<u64>,
+    /// KVM logs the dirty pages of memory that is used, and writes to such memory are not allowed.
+    pub is_logged: bool,
+}
 
 /// A guest that the host's kernel shows.
 #[derive(Debug)]
 pub struct Host {
     process: Arc<Process>,
     descriptor: u32,
-    dirty_logging_ok: bool,
-    memory: File,
+    logging: Logging,
     /// The VM's file; `None` once the monitor has closed it.
     held: Mutex<Option<OwnedFd>>,
     state: Mutex<State>,
@@ -76,36 +76,40 @@ impl Host {
     /// # Errors
     /// The process has no VM or several, the host's kernel cannot be read, or the guest cannot be
     /// patched from outside.
-    pub fn open(process: &Arc<Process>, dirty_logging_ok: bool) -> Result<Self, AttachError> {
-        let pid = process.pid();
-        let descriptors = process.descriptors()?.into_iter();
-        let mut descriptors: Vec<u32> = descriptors
-            .filter(|(_, name)| name.as_os_str() == VM)
-            .filter_map(|(number, _)| u32::try_from(number).ok())
-            .collect();
-        if descriptors.is_empty() {
-            return Err(AttachError::Refused(format!(
-                "process {pid} has no KVM VM; `patchbay host list` shows those that have one"
-            )));
-        }
-        if monitor_of(process).kind == Kind::Patchbay {
-            return Err(AttachError::Refused(format!(
-                "process {pid} is a patchbay-vmm, which serves its guest's keys itself; use its API socket"
-            )));
-        }
-        if descriptors.len() > MAX_DESCRIPTORS {
-            return Err(AttachError::Refused(format!(
-                "process {pid} has {} descriptors of VMs; no more than {MAX_DESCRIPTORS} are read",
-                descriptors.len()
-            )));
-        }
-        descriptors.sort_unstable();
-        let mut kernel = HostKernel::open().map_err(|error| AttachError::Process {
+    pub fn open(process: &Arc<Process>, logging: Logging) -> Result<Self, AttachError> {
+        let descriptors = vms_of(process)?;
+        let kernel = HostKernel::open().map_err(|error| AttachError::Process {
             what: "the host's kernel cannot be read, so the guest's memory is unknown".to_owned(),
             error: error.to_string(),
             next: "run as root, and see the requirements of `patchbay host list`".to_owned(),
         })?;
-        let mut vms = kernel.vms(pid, &descriptors);
+        Self::find(kernel, process, &descriptors, logging)
+    }
+
+    /// Finds the VM of a process whose monitor is asked too; `None` if the host's kernel cannot be
+    /// read, which is logged.
+    ///
+    /// # Errors
+    /// As for [`Self::open`].
+    pub fn beside_monitor(process: &Arc<Process>) -> Result<Option<Self>, AttachError> {
+        let descriptors = vms_of(process)?;
+        match HostKernel::open() {
+            Ok(kernel) => Self::find(kernel, process, &descriptors, Logging::Reported).map(Some),
+            Err(error) => {
+                tracing::warn!(%error, "the host's kernel cannot be read, so QEMU itself is asked for the map of its guest's memory");
+                Ok(None)
+            }
+        }
+    }
+
+    fn find(
+        mut kernel: HostKernel,
+        process: &Arc<Process>,
+        descriptors: &[u32],
+        logging: Logging,
+    ) -> Result<Self, AttachError> {
+        let pid = process.pid();
+        let mut vms = kernel.vms(pid, descriptors);
         if process.has_ended_within(Duration::ZERO) {
             return Err(unseen(&WalkError::NoProcess(pid)));
         }
@@ -130,7 +134,7 @@ impl Host {
             )));
         };
         let vm = vm.map_err(|error| unseen(&error))?;
-        if let Some(refusal) = refusal(&vm, dirty_logging_ok) {
+        if let Some(refusal) = refusal(&vm, logging) {
             return Err(AttachError::Refused(why(refusal)));
         }
         let held = process.duplicate(descriptor)?;
@@ -141,8 +145,7 @@ impl Host {
         }
         let host = Self {
             descriptor,
-            dirty_logging_ok,
-            memory: process.memory()?,
+            logging,
             process: Arc::clone(process),
             held: Mutex::new(Some(held)),
             state: Mutex::new(State {
@@ -213,25 +216,44 @@ impl Host {
         is_closed
     }
 
-    /// Returns a report in the form of QEMU's. A migration is in progress while KVM logs the dirty
-    /// pages of memory that is used here. The report contains the generations of the slots, so it
-    /// differs after each change of a slot.
+    /// Returns the state of the memory slots.
     ///
     /// # Errors
     /// The VM has been closed, or it can no longer be patched.
-    pub fn migration(&self) -> Result<Migration, QmpError> {
+    pub fn slots(&self) -> Result<Slots, QmpError> {
         let state = self.look(false).map_err(|error| unknown(&error))?;
-        let is_logged = !self.dirty_logging_ok && logs_any(&state.vm, &state.used);
-        let status = match refusal(&state.vm, self.dirty_logging_ok) {
-            Some(Refusal::DirtyLogging) => LOGGED,
+        self.slots_of(&state)
+    }
+
+    /// Returns the state of the memory slots as the last call of any method has read it.
+    ///
+    /// # Errors
+    /// The VM can no longer be patched.
+    pub fn known_slots(&self) -> Result<Slots, QmpError> {
+        self.slots_of(&self.state())
+    }
+
+    fn slots_of(&self, state: &State) -> Result<Slots, QmpError> {
+        let is_logged = match refusal(&state.vm, self.logging) {
+            Some(Refusal::DirtyLogging) => true,
             Some(refusal) => return Err(QmpError::Host(why(refusal))),
-            None if is_logged => LOGGED,
-            None => "none",
+            None => logs_any(&state.vm, &state.used, self.logging),
         };
-        let generations = &state.vm.generations;
-        Ok(Migration::new(
-            json!({ "status": status, "generations": generations }),
-        ))
+        Ok(Slots {
+            generations: state.vm.generations.clone(),
+            is_logged,
+        })
+    }
+
+    /// Returns the thread that ran each vCPU last, as this PID namespace numbers it; `None` if the
+    /// vCPU has not run yet or its thread has ended.
+    ///
+    /// # Errors
+    /// The VM has been closed.
+    pub fn vcpus(&self) -> Result<Vec<Option<u32>>, QmpError> {
+        // The thread of a vCPU changes without a change of a slot.
+        let state = self.look(true).map_err(|error| unknown(&error))?;
+        Ok(state.vm.vcpus.iter().map(|vcpu| vcpu.thread).collect())
     }
 
     /// Returns the threads that ran the vCPUs last, as this PID namespace numbers them.
@@ -239,9 +261,7 @@ impl Host {
     /// # Errors
     /// The VM has been closed, or a vCPU has not run yet.
     pub fn vcpu_threads(&self) -> Result<Vec<u32>, QmpError> {
-        // The thread of a vCPU changes without a change of a slot.
-        let state = self.look(true).map_err(|error| unknown(&error))?;
-        let threads: Option<Vec<u32>> = state.vm.vcpus.iter().map(|vcpu| vcpu.thread).collect();
+        let threads: Option<Vec<u32>> = self.vcpus()?.into_iter().collect();
         let threads = threads.filter(|threads| !threads.is_empty());
         threads.ok_or_else(|| {
             QmpError::Host(format!(
@@ -252,14 +272,18 @@ impl Host {
     }
 
     /// Returns the guest's RAM. A slot whose dirty pages are logged, such as the memory of a
-    /// display, is left out and therefore never written.
+    /// display, is left out and therefore never written. So is a slot for which `removal` returns
+    /// `None`.
     ///
     /// # Errors
     /// The VM has been closed, the dirty log of its largest slot is on, or it has more memory than
     /// the host.
-    pub fn ram(&self) -> Result<Vec<RamRange>, AttachError> {
+    pub fn ram(
+        &self,
+        removal: impl Fn(&Range<u64>) -> Option<Removal>,
+    ) -> Result<Vec<RamRange>, AttachError> {
         let mut state = self.look(false).map_err(|error| unseen(&error))?;
-        if let Some(refusal) = refusal(&state.vm, self.dirty_logging_ok) {
+        if let Some(refusal) = refusal(&state.vm, self.logging) {
             return Err(AttachError::Refused(why(refusal)));
         }
         let is_ram = |slot: &&Slot| {
@@ -267,13 +291,25 @@ impl Host {
             !mapping.is_ok_and(|mapping| is_device(&mapping.path))
         };
         let slots: Vec<&Slot> = state.vm.ram().filter(is_ram).collect();
-        let is_logged = |slot: &Slot| !self.dirty_logging_ok && state.vm.logs(slot);
+        let is_logged = |slot: &Slot| logs(&state.vm, slot, self.logging);
         let largest = slots.iter().max_by_key(|slot| slot.bytes);
-        if largest.is_some_and(|slot| is_logged(slot)) {
+        let all_logged = largest.is_some_and(|slot| is_logged(slot));
+        if all_logged && self.logging == Logging::Refuse {
             return Err(AttachError::Refused(why(Refusal::DirtyLogging)));
         }
-        let used = slots.into_iter().filter(|slot| !is_logged(slot));
-        let ranges: Vec<RamRange> = used.map(range).collect();
+        // During a migration the log does not tell the memory of a display from RAM.
+        let is_used = |slot: &&Slot| match all_logged {
+            true => state.used.is_empty() || overlaps(slot, &state.used),
+            false => !is_logged(slot),
+        };
+        let used = slots.into_iter().filter(is_used);
+        let ranges: Vec<RamRange> = used
+            .filter_map(|slot| {
+                let range = range(slot);
+                let removal = removal(&range.addresses)?;
+                Some(RamRange { removal, ..range })
+            })
+            .collect();
         if ranges.len() > MAX_RANGES {
             return Err(AttachError::Refused(format!(
                 "the guest's RAM lies in more than {MAX_RANGES} memory slots"
@@ -299,86 +335,44 @@ impl Host {
     /// had stopped.
     ///
     /// # Errors
-    /// No slot contains the whole range, or the slot's dirty pages are logged.
+    /// No slot contains the whole range, or the slot must not be written because its dirty pages are
+    /// logged.
     pub fn host_address(&self, range: &Range<u64>) -> Result<u64, AttachError> {
         let state = self.state();
-        place(&state.vm, range, self.dirty_logging_ok).ok_or_else(|| {
+        place(&state.vm, range, self.logging).ok_or_else(|| {
             AttachError::Refused(format!(
                 "no memory slot of KVM that may be written contains the guest-physical addresses {range:#x?}; try again"
             ))
         })
     }
+}
 
-    /// Stops the vCPUs repeatedly for a moment, and returns the registers of each. The first stop
-    /// requests the registers, and a later one reads them.
-    ///
-    /// # Errors
-    /// A vCPU did not leave `KVM_RUN` in time, or its run page cannot be found.
-    pub fn registers(&self, patience: Duration) -> Result<Vec<Registers>, QmpError> {
-        let deadline = Instant::now() + patience;
-        let failed = |why: String| QmpError::Host(why);
-        let not_returned = || {
-            failed(
-                "a vCPU does not return from KVM_RUN, so its registers are unknown: its monitor has paused the guest; resume it"
-                    .to_owned(),
-            )
-        };
-        let vcpus = self.vcpu_threads()?;
-        let threads: BTreeSet<u32> = vcpus.iter().copied().collect();
-        let threads: Vec<u32> = threads.into_iter().collect();
-        let addresses = self.process.run_pages();
-        let addresses = addresses.map_err(|error| failed(error.to_string()))?;
-        if addresses.len() != vcpus.len() {
-            return Err(failed(format!(
-                "process {} maps {} run pages for {} vCPUs",
-                self.process.pid(),
-                addresses.len(),
-                vcpus.len()
-            )));
-        }
-        let stop = || {
-            let has_ended = || failed("a vCPU's thread has ended".to_owned());
-            let is_there = || threads.iter().all(|id| self.process.has_thread(*id));
-            if !is_there() {
-                return Err(has_ended());
-            }
-            let frozen = match freeze(&threads, Point::Running, deadline) {
-                Err(FreezeError::Late(_)) => return Err(not_returned()),
-                frozen => frozen.map_err(|error| failed(error.to_string()))?,
-            };
-            // A stopped thread keeps its id, but another process may have got the id before the
-            // stop.
-            is_there().then_some(frozen).ok_or_else(has_ended)
-        };
-        let unusable = |error| failed(format!("a vCPU's run page cannot be used: {error}"));
-        let mut requested: Option<Vec<RunPage<'_>>> = None;
-        for attempt in 0..ATTEMPTS {
-            if attempt > 0 {
-                std::thread::sleep(BETWEEN_ATTEMPTS);
-            }
-            let frozen = stop()?;
-            let read: Option<Vec<Registers>> = match &requested {
-                Some(pages) => {
-                    let read: io::Result<_> = pages.iter().map(RunPage::registers).collect();
-                    read.map_err(unusable)?
-                }
-                None => {
-                    let request = |address: &u64| RunPage::request(&self.memory, *address);
-                    let pages: io::Result<_> = addresses.iter().map(request).collect();
-                    requested = pages.map_err(unusable)?;
-                    None
-                }
-            };
-            let is_last = attempt + 1 == ATTEMPTS || Instant::now() >= deadline;
-            if read.is_some() || is_last {
-                // The requests are withdrawn while no vCPU runs.
-                drop(requested);
-                drop(frozen);
-                return read.ok_or_else(not_returned);
-            }
-        }
-        Err(not_returned())
+/// Returns the process's descriptors of VMs.
+fn vms_of(process: &Process) -> Result<Vec<u32>, AttachError> {
+    let pid = process.pid();
+    let descriptors = process.descriptors()?.into_iter();
+    let mut descriptors: Vec<u32> = descriptors
+        .filter(|(_, name)| name.as_os_str() == VM)
+        .filter_map(|(number, _)| u32::try_from(number).ok())
+        .collect();
+    if descriptors.is_empty() {
+        return Err(AttachError::Refused(format!(
+            "process {pid} has no KVM VM; `patchbay host list` shows those that have one"
+        )));
     }
+    if monitor_of(process).kind == Kind::Patchbay {
+        return Err(AttachError::Refused(format!(
+            "process {pid} is a patchbay-vmm, which serves its guest's keys itself; use its API socket"
+        )));
+    }
+    if descriptors.len() > MAX_DESCRIPTORS {
+        return Err(AttachError::Refused(format!(
+            "process {pid} has {} descriptors of VMs; no more than {MAX_DESCRIPTORS} are read",
+            descriptors.len()
+        )));
+    }
+    descriptors.sort_unstable();
+    Ok(descriptors)
 }
 
 /// Returns the range of RAM in a slot.
@@ -394,25 +388,38 @@ fn range(slot: &Slot) -> RamRange {
 }
 
 /// Returns the process's address of the first byte of a range, if one slot contains the whole range
-/// and may be written.
-fn place(vm: &Vm, range: &Range<u64>, dirty_logging_ok: bool) -> Option<u64> {
+/// and may be written. If the monitor reports migrations, a log does not matter here: the whole
+/// change is refused while memory that is used is logged.
+fn place(vm: &Vm, range: &Range<u64>, logging: Logging) -> Option<u64> {
     vm.ram().find_map(|slot| {
         let offset = range.start.checked_sub(slot.guest_address)?;
         let end = range.end.checked_sub(slot.guest_address)?;
-        let may_be_written = dirty_logging_ok || !vm.logs(slot);
+        let may_be_written = logging != Logging::Refuse || !vm.logs(slot);
         (offset < slot.bytes && end <= slot.bytes && may_be_written)
             .then(|| slot.process_address.saturating_add(offset))
     })
 }
 
+/// Returns whether a write to a slot would be missing from a migration or a snapshot.
+fn logs(vm: &Vm, slot: &Slot, logging: Logging) -> bool {
+    match logging {
+        Logging::Refuse => vm.logs(slot),
+        Logging::Allow => false,
+        Logging::Reported => slot.logs_dirty_pages,
+    }
+}
+
 /// Returns whether KVM logs the dirty pages of a slot that overlaps one of these ranges.
-fn logs_any(vm: &Vm, used: &[Range<u64>]) -> bool {
-    let mut logged = vm.ram().filter(|slot| vm.logs(slot));
-    logged.any(|slot| {
-        let end = slot.guest_address.saturating_add(slot.bytes);
-        let mut used = used.iter();
-        used.any(|used| used.start < end && slot.guest_address < used.end)
-    })
+fn logs_any(vm: &Vm, used: &[Range<u64>], logging: Logging) -> bool {
+    let mut ram = vm.ram();
+    ram.any(|slot| logs(vm, slot, logging) && overlaps(slot, used))
+}
+
+/// Returns whether a slot overlaps one of these ranges.
+fn overlaps(slot: &Slot, used: &[Range<u64>]) -> bool {
+    let end = slot.guest_address.saturating_add(slot.bytes);
+    let mut used = used.iter();
+    used.any(|used| used.start < end && slot.guest_address < used.end)
 }
 
 /// Returns the size of the host's memory and swap in bytes.
@@ -447,8 +454,9 @@ fn unknown(error: &WalkError) -> QmpError {
 }
 
 /// Returns the first reason against patching a guest from outside.
-fn refusal(vm: &Vm, dirty_logging_ok: bool) -> Option<Refusal> {
-    let is_allowed = |refusal: &Refusal| dirty_logging_ok && *refusal == Refusal::DirtyLogging;
+fn refusal(vm: &Vm, logging: Logging) -> Option<Refusal> {
+    let is_allowed =
+        |refusal: &Refusal| logging != Logging::Refuse && *refusal == Refusal::DirtyLogging;
     vm.refusals()
         .into_iter()
         .find(|refusal| !is_allowed(refusal))
@@ -474,121 +482,4 @@ pub(crate) fn not_asked(command: &str) -> QmpError {
 }
 
 #[cfg(test)]
-mod tests {
-    use patchbay_host_kernel::Protection;
-
-    use super::*;
-
-    fn slot(guest_address: u64, bytes: u64, process_address: u64) -> Slot {
-        Slot {
-            space: 0,
-            guest_address,
-            bytes,
-            process_address,
-            readonly: false,
-            guest_memfd: false,
-            logs_dirty_pages: false,
-        }
-    }
-
-    fn vm(slots: &[Slot]) -> Vm {
-        let mut vm = Vm::default();
-        vm.slots = slots.to_vec();
-        vm
-    }
-
-    #[test]
-    fn a_range_is_confirmed_only_as_a_whole() {
-        const GIB: u64 = 1 << 30;
-        let range = 4 * GIB..8 * GIB;
-        let at = |slots: &[Slot]| place(&vm(slots), &range, false);
-        let whole = slot(4 * GIB, 4 * GIB, 1 << 40);
-        assert_eq!(at(&[slot(0, GIB, 1 << 41), whole]), Some(1 << 40));
-        assert_eq!(
-            at(&[slot(3 * GIB, 6 * GIB, 1 << 40)]),
-            Some((1 << 40) + GIB)
-        );
-        // The slot is shorter, in two parts, at a later address, or missing.
-        let (half, rest) = (2 * GIB, slot(6 * GIB, 2 * GIB, 1 << 42));
-        assert_eq!(at(&[slot(4 * GIB, half, 1 << 40)]), None);
-        assert_eq!(at(&[slot(4 * GIB, half, 1 << 40), rest]), None);
-        assert_eq!(at(&[slot(5 * GIB, 4 * GIB, 1 << 40)]), None);
-        assert_eq!(at(&[]), None);
-        let mut logged = whole;
-        logged.logs_dirty_pages = true;
-        assert_eq!(at(&[logged]), None);
-        assert_eq!(place(&vm(&[logged]), &range, true), Some(1 << 40));
-    }
-
-    #[test]
-    fn logging_of_a_part_that_is_used_is_a_migration() {
-        let ram = slot(0, 1 << 30, 1 << 40);
-        let display = slot(0xe000_0000, 1 << 24, 1 << 41);
-        let used = [range(&ram).addresses];
-        let logged = |one: Slot| Slot {
-            logs_dirty_pages: true,
-            ..one
-        };
-        assert!(!logs_any(&vm(&[ram, display]), &used));
-        assert!(!logs_any(&vm(&[ram, logged(display)]), &used));
-        assert!(logs_any(&vm(&[logged(ram), display]), &used));
-        // A part of the range now has another slot.
-        let part = slot(1 << 29, 1 << 20, 1 << 42);
-        assert!(logs_any(&vm(&[logged(part), display]), &used));
-    }
-
-    #[test]
-    fn guests_that_cannot_be_patched_are_refused() {
-        let slot = slot(0, 1 << 20, 1 << 30);
-        let mut vm = Vm::default();
-        assert!(refusal(&vm, true).is_some_and(|refusal| why(refusal).contains("no memory")));
-        vm.slots = vec![slot];
-        assert_eq!(refusal(&vm, false), None);
-        vm.slots[0].logs_dirty_pages = true;
-        let logged = why(refusal(&vm, false).expect("logged"));
-        assert!(logged.contains("--dirty-logging-ok"), "{logged}");
-        assert_eq!(refusal(&vm, true), None);
-        vm.slots[0].guest_memfd = true;
-        assert!(refusal(&vm, true).is_some_and(|refusal| why(refusal).contains("guest_memfd")));
-        for protection in [
-            Protection::Protected("a test"),
-            Protection::Unknown("a test"),
-        ] {
-            vm.slots = vec![slot];
-            vm.protection = protection;
-            assert!(refusal(&vm, true).is_some_and(|refusal| why(refusal).contains("a test")));
-        }
-    }
-
-    #[test]
-    fn a_process_without_a_vm_is_refused() {
-        let sleep = std::process::Command::new("sleep").arg("1000").spawn();
-        let mut sleep = sleep.expect("coreutils");
-        let process = Arc::new(Process::open(sleep.id()).expect("it runs"));
-        let error = Host::open(&process, false).expect_err("no VM").to_string();
-        sleep.kill().expect("it runs");
-        sleep.wait().expect("it has ended");
-        assert!(error.contains("has no KVM VM"), "{error}");
-    }
-
-    #[test]
-    fn registers_of_devices_are_not_ram() {
-        for device in [
-            "/dev/vfio/7",
-            "anon_inode:[vfio-device]",
-            "/sys/bus/pci/resource0",
-        ] {
-            assert!(is_device(device), "{device}");
-        }
-        for ram in [
-            "",
-            "[heap]",
-            "/memfd:ram (deleted)",
-            "/dev/zero (deleted)",
-            "/dev/shm/ram",
-            "/dev/hugepages/vm-1",
-        ] {
-            assert!(!is_device(ram), "{ram}");
-        }
-    }
-}
+mod tests;

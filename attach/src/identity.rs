@@ -7,11 +7,12 @@
 //! |---|---|
 //! | the process | the kernel's pidfd of the one that called listen(), or the number that the operator gave |
 //! | the process speaks for the socket | its real, effective and saved user are the one that called listen(), or root called it |
-//! | the vCPUs' threads | threads of the process; with KVM also [`kvm::prove`] |
+//! | the vCPUs' threads | the threads in which the host's kernel shows that the vCPUs ran; if it cannot be read, threads of the process, with KVM also [`kvm::prove`] |
 //! | the guest's RAM | writable mappings of the process ([`Process::mapping`]) |
 
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::time::Duration;
 
 use nix::errno::Errno;
 
@@ -19,7 +20,10 @@ use crate::error::AttachError;
 use crate::kvm;
 use crate::monitor::Monitor;
 use crate::process::Process;
-use crate::qmp::{Peer, listens};
+use crate::qmp::{Peer, QmpError, listens};
+
+/// The maximum number of times that QEMU is asked for its vCPUs while their number changes.
+const ATTEMPTS: u32 = 10;
 
 /// Finds the process that called listen() on the socket at `path`.
 ///
@@ -71,42 +75,129 @@ pub fn same_user(process: &Process, listener: u32) -> Result<(), AttachError> {
     )))
 }
 
-/// Translates the ids of the vCPUs' threads, as the monitor names them, to this PID namespace.
+/// The threads of a guest's vCPUs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Threads {
+    /// The ids as QEMU names them; empty if no QEMU is asked.
+    theirs: Vec<u32>,
+    /// The thread that ran each vCPU last, as the host's kernel shows it; empty if the kernel
+    /// cannot be read.
+    kernels: Vec<Option<u32>>,
+    /// The id of each vCPU's thread in this PID namespace.
+    pub each: Vec<u32>,
+}
+
+impl Threads {
+    /// Returns the threads without duplicates. One thread may run several vCPUs.
+    #[must_use]
+    pub fn distinct(&self) -> Vec<u32> {
+        let distinct: BTreeSet<u32> = self.each.iter().copied().collect();
+        distinct.into_iter().collect()
+    }
+
+    /// Returns whether these are still the threads of all vCPUs. Asks QEMU only if the host's
+    /// kernel cannot be read.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn are_still_all(&self, monitor: &Monitor, patience: Duration) -> Result<bool, QmpError> {
+        match monitor.host() {
+            Some(host) => Ok(host.vcpus()? == self.kernels),
+            None => Ok(monitor.connection().vcpu_threads(patience)? == self.theirs),
+        }
+    }
+}
+
+/// Returns the threads of the vCPUs. `known` are those of the last call.
 ///
 /// # Errors
-/// The process has no such threads, or the host does not show that they run vCPUs.
+/// The process has no such threads, or the host does not show that they run the vCPUs.
 pub fn vcpus(
     process: &Process,
     monitor: &Monitor,
-    theirs: &[u32],
-    kvm: bool,
-) -> Result<Vec<u32>, AttachError> {
-    if let Monitor::Host(_) = monitor {
+    known: &Threads,
+    patience: Duration,
+) -> Result<Threads, AttachError> {
+    let pid = process.pid();
+    if let (true, Some(host)) = (monitor.is_host(), monitor.host()) {
+        let each = host.vcpu_threads()?;
         // The host's kernel needs no proof, and gives the threads' ids in this namespace.
-        return match theirs.iter().all(|id| process.has_thread(*id)) {
-            // One thread may run several vCPUs.
-            true => Ok(theirs
-                .iter()
-                .copied()
-                .collect::<BTreeSet<_>>()
-                .into_iter()
-                .collect()),
-            false => Err(AttachError::Refused(format!(
-                "the vCPUs of process {} last ran in the threads {theirs:?}, of which one has ended or belongs to another process",
-                process.pid()
-            ))),
-        };
+        if !each.iter().all(|id| process.has_thread(*id)) {
+            return Err(AttachError::Refused(format!(
+                "the vCPUs of process {pid} last ran in the threads {each:?}, of which one has ended or belongs to another process"
+            )));
+        }
+        let kernels = each.iter().copied().map(Some).collect();
+        let theirs = Vec::new();
+        return Ok(Threads {
+            theirs,
+            kernels,
+            each,
+        });
     }
-    let ours = process.threads(theirs).ok_or_else(|| {
+    let (theirs, kernels) = asked(monitor, patience)?;
+    if theirs == known.theirs && kernels == known.kernels {
+        return Ok(known.clone());
+    }
+    let each = process.threads(&theirs).ok_or_else(|| {
         AttachError::Refused(format!(
-            "QEMU says that its vCPUs are the threads {theirs:?}, but process {} has no such threads; give QEMU's process id with --pid",
-            process.pid()
+            "QEMU says that its vCPUs are the threads {theirs:?}, but process {pid} has no such threads; give QEMU's process id with --pid"
         ))
     })?;
-    if kvm {
-        kvm::prove(process, &ours)?;
+    match monitor.host() {
+        Some(_) => agree(pid, &each, &kernels).map_err(AttachError::Refused)?,
+        None if monitor.uses_kvm() => kvm::prove(process, &each)?,
+        None => {}
     }
-    Ok(ours)
+    Ok(Threads {
+        theirs,
+        kernels,
+        each,
+    })
+}
+
+/// Asks QEMU and the host's kernel for the vCPUs' threads, at a time at which no vCPU is added or
+/// removed.
+fn asked(
+    monitor: &Monitor,
+    patience: Duration,
+) -> Result<(Vec<u32>, Vec<Option<u32>>), AttachError> {
+    let kernels = || match monitor.host() {
+        Some(host) => host.vcpus(),
+        None => Ok(Vec::new()),
+    };
+    let mut before = kernels()?;
+    let mut left = ATTEMPTS;
+    loop {
+        let theirs = monitor.connection().vcpu_threads(patience)?;
+        let after = kernels()?;
+        left -= 1;
+        if before == after || left == 0 {
+            return Ok((theirs, after));
+        }
+        before = after;
+    }
+}
+
+/// Compares the threads that QEMU names, by their ids in this PID namespace, with those in which
+/// the vCPUs ran last. QEMU may name the thread of a vCPU that has not run yet. A vCPU that was
+/// unplugged stays in the kernel without a thread.
+///
+/// # Errors
+/// They differ; the error is a sentence.
+fn agree(pid: u32, named: &[u32], kernels: &[Option<u32>]) -> Result<(), String> {
+    let distinct: BTreeSet<u32> = named.iter().copied().collect();
+    let ran: BTreeSet<u32> = kernels.iter().copied().flatten().collect();
+    let idle = kernels.iter().filter(|thread| thread.is_none()).count();
+    let is_same = distinct.len() == named.len()
+        && ran.is_subset(&distinct)
+        && distinct.len() - ran.len() <= idle;
+    is_same.then_some(()).ok_or_else(|| {
+        format!(
+            "QEMU says that the vCPUs of process {pid} are the threads {named:?}, but the host's kernel shows that they run in the threads {ran:?}, \
+             and that {idle} vCPUs have no thread; give the process id of the guest's QEMU with --pid, and check which process listens on its QMP socket"
+        )
+    })
 }
 
 #[cfg(test)]
@@ -149,6 +240,36 @@ mod tests {
             let error = listener(ended, &path).expect_err("it has ended");
             assert!(error.to_string().contains("has ended"), "{error}");
         }
+    }
+
+    #[test]
+    fn qemu_must_name_the_threads_that_the_kernel_shows() {
+        let agree = |named: &[u32], kernels: &[Option<u32>]| agree(7, named, kernels);
+        let two = [Some(11), Some(12)];
+        for (named, kernels) in [
+            (&[11, 12][..], &two[..]),
+            (&[12, 11], &two),
+            // A vCPU has not run yet, or was unplugged.
+            (&[11, 12], &[Some(11), None]),
+            (&[11, 12], &[None, None]),
+            (&[11, 12], &[Some(11), None, Some(12)]),
+        ] {
+            assert_eq!(agree(named, kernels), Ok(()), "{named:?} {kernels:?}");
+        }
+        for (named, kernels) in [
+            (&[11][..], &two[..]),
+            (&[11, 13], &two),
+            (&[11, 12, 13], &two),
+            (&[11, 11], &[Some(11), None]),
+            (&[11, 13], &[Some(11), Some(12), None]),
+            (&[11, 12], &[]),
+            (&[], &[Some(11)]),
+        ] {
+            agree(named, kernels).expect_err("they differ");
+        }
+        let error = agree(&[11, 13], &two).expect_err("they differ");
+        let both = ["the threads [11, 13]", "the threads {11, 12}", "process 7"];
+        assert!(both.iter().all(|part| error.contains(part)), "{error}");
     }
 
     #[test]

@@ -12,8 +12,8 @@
 //!
 //! For each guest this crate needs the guest-physical map and the address of each range in the
 //! monitor's process, the ids of the vCPUs' threads or a stop command, the state of migrations, and
-//! a report of the guest's end. [`monitor::Monitor`] provides them. QEMU answers the queries
-//! itself; for any other monitor the host's kernel does ([`host::Host`]).
+//! a report of the guest's end. [`monitor::Monitor`] provides them. The host's kernel answers what
+//! it knows ([`host::Host`]), and QEMU what only QEMU knows.
 
 pub mod attach;
 pub mod console;
@@ -32,6 +32,7 @@ pub mod ledger;
 pub mod libvirt;
 pub mod life;
 mod lock;
+mod machine;
 pub mod memory;
 pub mod monitor;
 pub mod nested;

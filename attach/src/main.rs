@@ -98,7 +98,7 @@ fn attach_to(guest: &GuestOf) -> anyhow::Result<Arc<QemuGuest>> {
         access: options.shared.memory.into(),
         pause: options.pause.into(),
         watchdog: PathBuf::from(watchdog::OWN_PROGRAM),
-        accept_tcg: false,
+        accept_tcg: None,
     })?;
     Ok(Arc::new(guest))
 }

@@ -1,45 +1,108 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Translates this crate's queries into QEMU's commands.
+//! Answers the questions about a guest, each from the source that knows best.
+//!
+//! | question | a QEMU with KVM | another monitor | a QEMU without KVM |
+//! |---|---|---|---|
+//! | memory, protection, dirty logging | the host's kernel | the host's kernel | QEMU |
+//! | the vCPUs' threads | QEMU, compared with the host's kernel | the host's kernel | QEMU |
+//! | registers | the run pages | the run pages | a function of the tests |
+//! | name, run state, migrations, CID, events | QEMU | the command line, or nobody | QEMU |
+//!
+//! If the host's kernel cannot be read, QEMU also answers for it ([`crate::flat_view`]).
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
+use std::fs::File;
 use std::ops::Range;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use crate::error::AttachError;
 use crate::flat_view::{self, RamRange, Removal};
-use crate::host::{self, Host};
+use crate::host::{self, Host, Slots};
+use crate::identity::{self, Threads};
 use crate::libvirt::Domain;
+use crate::machine::Places;
 use crate::nested::{self, Nesting};
+use crate::process::Process;
 use crate::qmp::{Qmp, QmpError};
-use crate::registers::{self, Registers};
+use crate::registers::{Registers, Requested, Vcpus};
 
 /// Timeout for an answer that needs only QEMU's main loop.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
+/// The status of a migration that only KVM's dirty log shows.
+const LOGGED: &str = "dirty logging";
 
-/// The connection to a QEMU's monitor.
+/// The connection to a guest's monitor.
 #[derive(Debug)]
-pub enum Monitor {
+pub enum Connection {
     /// QEMU's own socket.
     Socket(Qmp),
-    /// libvirt's connection.
+    /// libvirt's connection to QEMU.
     Libvirt(Domain),
-    /// There is no connection to a monitor. The host's kernel answers instead.
-    Host(Host),
+    /// There is none. The host's kernel answers instead.
+    None,
 }
 
-/// QEMU's report of the guest's last migration. If it differs, a migration has started or
-/// progressed.
+/// Reads the registers of a QEMU without KVM, which has no run pages.
+pub type Emulated = fn(&Monitor, Duration) -> Result<Vec<Registers>, QmpError>;
+
+/// The sources of answers about a guest.
+#[derive(Debug)]
+pub struct Monitor {
+    connection: Connection,
+    process: Arc<Process>,
+    /// The process's memory, once it was opened.
+    memory: OnceLock<File>,
+    host: Option<Host>,
+    emulated: Option<Emulated>,
+}
+
+/// The report of the guest's last migration. If it differs, a migration has started or progressed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Migration(Value);
+pub struct Migration {
+    /// QEMU's report; null if no QEMU is asked.
+    answer: Value,
+    /// The memory slots, if the host's kernel is read.
+    slots: Option<Slots>,
+}
 
 impl Migration {
     /// Creates the report from the answer to `query-migrate`. The answer is empty before the first
     /// migration.
     #[must_use]
     pub fn new(answer: Value) -> Self {
-        Self(answer)
+        let slots = None;
+        Self { answer, slots }
+    }
+
+    /// Returns this report with a later state of the memory slots.
+    #[must_use]
+    pub fn with(&self, slots: Slots) -> Self {
+        Self {
+            answer: self.answer.clone(),
+            slots: Some(slots),
+        }
+    }
+
+    /// Returns whether no slot has changed between two reports.
+    #[must_use]
+    pub fn has_same_slots(&self, other: &Self) -> bool {
+        self.slots == other.slots
+    }
+
+    /// Returns whether QEMU reports the same in both.
+    #[must_use]
+    pub fn has_same_answer(&self, other: &Self) -> bool {
+        self.answer == other.answer
+    }
+
+    /// Returns whether KVM logs the dirty pages of the guest's memory although QEMU reports no
+    /// migration.
+    #[must_use]
+    pub fn is_contradicted(&self) -> bool {
+        !self.answer.is_null() && self.status() == LOGGED
     }
 
     /// Returns whether the guest runs, or may run, at the destination.
@@ -64,26 +127,31 @@ impl Migration {
     /// Returns whether a migration copies pages, or will copy them without a further command.
     #[must_use]
     pub fn is_under_way(&self) -> bool {
-        !matches!(
-            self.status(),
-            "" | "none" | "completed" | "failed" | "cancelled"
-        )
+        is_under_way(self.status())
     }
 
-    /// Returns QEMU's name of the status.
+    /// Returns QEMU's name of the status, or "dirty logging" if only KVM shows a migration.
     #[must_use]
     pub fn status(&self) -> &str {
-        self.0["status"].as_str().unwrap_or_default()
+        let status = self.reported();
+        match &self.slots {
+            Some(slots) if slots.is_logged && !is_under_way(status) => LOGGED,
+            _ => status,
+        }
+    }
+
+    /// Returns the status that QEMU reports; empty before the first migration.
+    #[must_use]
+    pub fn reported(&self) -> &str {
+        self.answer["status"].as_str().unwrap_or_default()
     }
 }
 
-impl Monitor {
-    /// Returns whether the host's kernel answers instead of a monitor.
-    #[must_use]
-    pub fn is_host(&self) -> bool {
-        matches!(self, Self::Host(_))
-    }
+fn is_under_way(status: &str) -> bool {
+    !matches!(status, "" | "none" | "completed" | "failed" | "cancelled")
+}
 
+impl Connection {
     /// Carries out a command.
     ///
     /// # Errors
@@ -97,7 +165,7 @@ impl Monitor {
         match self {
             Self::Socket(qmp) => qmp.execute(command, arguments, patience),
             Self::Libvirt(domain) => domain.execute(command, arguments, patience),
-            Self::Host(_) => Err(host::not_asked(command)),
+            Self::None => Err(host::not_asked(command)),
         }
     }
 
@@ -115,31 +183,175 @@ impl Monitor {
             Self::Socket(qmp) => {
                 qmp.execute_in_turn(commands.map(|command| (command, Value::Null)), patience)
             }
-            Self::Libvirt(domain) => {
+            Self::Libvirt(_) | Self::None => {
                 let deadline = Instant::now() + patience;
                 Ok(commands.map(|command| {
                     let left = deadline.saturating_duration_since(Instant::now());
-                    domain.execute(command, Value::Null, left)
+                    self.execute(command, Value::Null, left)
                 }))
             }
-            Self::Host(_) => Ok(commands.map(|command| Err(host::not_asked(command)))),
         }
     }
 
-    /// Returns QEMU's run state and the state of the last migration.
+    /// Returns the ids of the vCPUs' threads in QEMU's PID namespace.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn vcpu_threads(&self, patience: Duration) -> Result<Vec<u32>, QmpError> {
+        let answer = self.execute("query-cpus-fast", Value::Null, patience)?;
+        let missing = || unexpected("query-cpus-fast", "thread-id");
+        let vcpus = answer
+            .as_array()
+            .filter(|vcpus| !vcpus.is_empty())
+            .ok_or_else(missing)?;
+        let id = |vcpu: &Value| u32::try_from(vcpu["thread-id"].as_u64()?).ok();
+        vcpus
+            .iter()
+            .map(|vcpu| id(vcpu).ok_or_else(missing))
+            .collect()
+    }
+
+    /// Returns whether KVM runs the vCPUs.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn uses_kvm(&self) -> Result<bool, QmpError> {
+        if let Self::None = self {
+            return Ok(true);
+        }
+        let answer = self.execute("query-kvm", Value::Null, PATIENCE)?;
+        answer["enabled"]
+            .as_bool()
+            .ok_or_else(|| unexpected("query-kvm", "enabled"))
+    }
+
+    /// Returns whether QEMU says that the guest's memory is encrypted or otherwise protected from
+    /// the host.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn is_confidential(&self) -> Result<bool, QmpError> {
+        if let Self::None = self {
+            // The host's kernel tells.
+            return Ok(false);
+        }
+        // QEMU before 6.0 has the second property.
+        for property in ["confidential-guest-support", "memory-encryption"] {
+            let arguments = json!({ "path": "/machine", "property": property });
+            match self.execute("qom-get", arguments, PATIENCE) {
+                Ok(Value::String(path)) if path.is_empty() => {}
+                Ok(Value::Null) => {}
+                Ok(_) => return Ok(true),
+                // The machine has no such property.
+                Err(QmpError::Refused { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(false)
+    }
+}
+
+impl Monitor {
+    /// Creates the sources of a guest. `host` is `None` if the host's kernel cannot be read, and
+    /// `emulated` is set if the guest runs without KVM.
+    #[must_use]
+    pub fn new(
+        connection: Connection,
+        process: Arc<Process>,
+        host: Option<Host>,
+        emulated: Option<Emulated>,
+    ) -> Self {
+        Self {
+            connection,
+            process,
+            memory: OnceLock::new(),
+            host,
+            emulated,
+        }
+    }
+
+    /// Returns whether the host's kernel answers instead of a monitor.
+    #[must_use]
+    pub fn is_host(&self) -> bool {
+        matches!(self.connection, Connection::None)
+    }
+
+    /// Returns the connection to the monitor.
+    #[must_use]
+    pub fn connection(&self) -> &Connection {
+        &self.connection
+    }
+
+    /// Returns the guest as the host's kernel shows it, if the kernel can be read.
+    #[must_use]
+    pub fn host(&self) -> Option<&Host> {
+        self.host.as_ref()
+    }
+
+    /// Returns whether KVM runs the vCPUs.
+    #[must_use]
+    pub fn uses_kvm(&self) -> bool {
+        self.emulated.is_none()
+    }
+
+    /// Carries out a command.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn execute(
+        &self,
+        command: &str,
+        arguments: Value,
+        patience: Duration,
+    ) -> Result<Value, QmpError> {
+        self.connection.execute(command, arguments, patience)
+    }
+
+    /// Returns the guest's run state and the report of the last migration.
     ///
     /// # Errors
     /// [`QmpError`].
     pub fn state(&self, patience: Duration) -> Result<(String, Migration), QmpError> {
-        if let Self::Host(host) = self {
+        if self.is_host() {
             // `Point::Running` refuses a guest that its monitor has paused, so a guest that was
             // stopped runs.
-            return Ok(("running".to_owned(), host.migration()?));
+            return Ok(("running".to_owned(), self.migration(patience)?));
         }
-        let [status, migration] =
-            self.execute_in_turn(["query-status", "query-migrate"], patience)?;
+        let commands = ["query-status", "query-migrate"];
+        let [status, migration] = self.connection.execute_in_turn(commands, patience)?;
         let status = string(&status?, "query-status", "status")?;
-        Ok((status, Migration(migration?)))
+        Ok((status, self.report(migration?)?))
+    }
+
+    /// Returns what [`Self::state`] returns, for a guest whose vCPUs are frozen, given the report
+    /// from the beginning of the stop. If the host's kernel is read, QEMU is asked only for its run
+    /// state, and only if `asks` is set: QEMU can copy no page without a change of a slot.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn frozen_state(
+        &self,
+        before: &Migration,
+        asks: bool,
+        patience: Duration,
+    ) -> Result<(String, Migration), QmpError> {
+        let Some(host) = &self.host else {
+            return self.state(patience);
+        };
+        let status = match asks && !self.is_host() {
+            true => {
+                let answer = self.execute("query-status", Value::Null, patience)?;
+                string(&answer, "query-status", "status")?
+            }
+            false => "running".to_owned(),
+        };
+        Ok((status, before.with(host.slots()?)))
+    }
+
+    /// Adds the state of the memory slots to QEMU's report.
+    fn report(&self, answer: Value) -> Result<Migration, QmpError> {
+        let slots = self.host.as_ref().map(Host::slots).transpose()?;
+        Ok(Migration { answer, slots })
     }
 
     fn query(&self, command: &str) -> Result<Value, QmpError> {
@@ -163,71 +375,33 @@ impl Monitor {
         string(&self.query("query-status")?, "query-status", "status")
     }
 
-    /// Returns whether KVM runs the vCPUs.
-    ///
-    /// # Errors
-    /// [`QmpError`].
-    pub fn uses_kvm(&self) -> Result<bool, QmpError> {
-        if let Self::Host(_) = self {
-            return Ok(true);
-        }
-        let answer = self.query("query-kvm")?;
-        answer["enabled"]
-            .as_bool()
-            .ok_or_else(|| unexpected("query-kvm", "enabled"))
-    }
-
-    /// Returns whether the guest's memory is encrypted or otherwise protected from the host.
-    ///
-    /// # Errors
-    /// [`QmpError`].
-    pub fn is_confidential(&self) -> Result<bool, QmpError> {
-        if let Self::Host(_) = self {
-            // A protected guest was refused when its VM was opened.
-            return Ok(false);
-        }
-        // QEMU before 6.0 has the second property.
-        for property in ["confidential-guest-support", "memory-encryption"] {
-            let arguments = json!({ "path": "/machine", "property": property });
-            match self.execute("qom-get", arguments, PATIENCE) {
-                Ok(Value::String(path)) if path.is_empty() => {}
-                Ok(Value::Null) => {}
-                Ok(_) => return Ok(true),
-                // The machine has no such property.
-                Err(QmpError::Refused { .. }) => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(false)
-    }
-
-    /// Returns QEMU's report of the last migration.
+    /// Returns the report of the last migration.
     ///
     /// # Errors
     /// [`QmpError`].
     pub fn migration(&self, patience: Duration) -> Result<Migration, QmpError> {
-        if let Self::Host(host) = self {
-            return host.migration();
-        }
-        self.execute("query-migrate", Value::Null, patience)
-            .map(Migration)
+        let answer = match self.is_host() {
+            true => Value::Null,
+            false => self.execute("query-migrate", Value::Null, patience)?,
+        };
+        self.report(answer)
     }
 
-    /// Cancels a migration and returns the report of the last migration. A migration that only the
-    /// host's kernel shows cannot be cancelled.
+    /// Cancels a migration and returns QEMU's report of the last migration. A migration that only
+    /// the host's kernel shows cannot be cancelled.
     ///
     /// # Errors
     /// [`QmpError`].
     pub fn cancel_migration(&self, patience: Duration) -> Result<Migration, QmpError> {
-        if let Self::Host(host) = self {
-            return host.migration();
+        if self.is_host() {
+            return self.migration(patience);
         }
         // QEMU executes commands in order: it cancels the migration before it executes
         // `query-migrate`.
         let commands = ["migrate_cancel", "query-migrate"];
-        let [cancelled, migration] = self.execute_in_turn(commands, patience)?;
+        let [cancelled, migration] = self.connection.execute_in_turn(commands, patience)?;
         cancelled?;
-        Ok(Migration(migration?))
+        Ok(Migration::new(migration?))
     }
 
     /// Ends the guest without its help. Kills the monitor of a guest that is attached to by its
@@ -236,8 +410,8 @@ impl Monitor {
     /// # Errors
     /// [`QmpError`].
     pub fn quit(&self, patience: Duration) -> Result<(), QmpError> {
-        match self {
-            Self::Host(host) => host.kill(),
+        match (&self.connection, &self.host) {
+            (Connection::None, Some(host)) => host.kill(),
             _ => self.execute("quit", Value::Null, patience).map(drop),
         }
     }
@@ -247,7 +421,7 @@ impl Monitor {
     /// # Errors
     /// [`QmpError`].
     pub fn name(&self) -> Result<String, QmpError> {
-        if let Self::Host(host) = self {
+        if let (Connection::None, Some(host)) = (&self.connection, &self.host) {
             return Ok(host.name());
         }
         Ok(self.query("query-name")?["name"]
@@ -256,34 +430,12 @@ impl Monitor {
             .to_owned())
     }
 
-    /// Returns the ids of the vCPUs' threads. QEMU gives the ids in its own PID namespace; the
-    /// host's kernel gives them in this process's PID namespace.
-    ///
-    /// # Errors
-    /// [`QmpError`].
-    pub fn vcpu_threads(&self, patience: Duration) -> Result<Vec<u32>, QmpError> {
-        if let Self::Host(host) = self {
-            return host.vcpu_threads();
-        }
-        let answer = self.execute("query-cpus-fast", Value::Null, patience)?;
-        let missing = || unexpected("query-cpus-fast", "thread-id");
-        let vcpus = answer
-            .as_array()
-            .filter(|vcpus| !vcpus.is_empty())
-            .ok_or_else(missing)?;
-        let id = |vcpu: &Value| u32::try_from(vcpu["thread-id"].as_u64()?).ok();
-        vcpus
-            .iter()
-            .map(|vcpu| id(vcpu).ok_or_else(missing))
-            .collect()
-    }
-
     /// Returns the CID of the guest's vhost-vsock device; `None` if it has none.
     ///
     /// # Errors
     /// [`QmpError`].
     pub fn vsock_cid(&self) -> Result<Option<u32>, QmpError> {
-        if let Self::Host(_) = self {
+        if self.is_host() {
             return Ok(None);
         }
         // Devices with an id are in the first folder, devices without an id in the second.
@@ -313,40 +465,30 @@ impl Monitor {
     /// # Errors
     /// [`AttachError`].
     pub fn ram(&self) -> Result<Vec<RamRange>, AttachError> {
-        if let Self::Host(host) = self {
-            return host.ram();
+        if let (Connection::None, Some(host)) = (&self.connection, &self.host) {
+            return host.ram(|_| Some(Removal::ByVcpu));
         }
-        // The view is read first. A device that is plugged in meanwhile is then missing, which is
-        // safe. In the other order, its memory could be taken for the machine's own.
+        // A device that is plugged in after this answer is missing or is left out, which is safe.
+        let places = Places::ask(&self.connection)?;
+        if let Some(host) = &self.host {
+            return host.ram(|addresses| match places.removal(addresses) {
+                // Each stop confirms that KVM still has the slot.
+                Some(Removal::Never) => Some(Removal::ByVcpu),
+                removal => removal,
+            });
+        }
         let view = self.text("info mtree -f", PATIENCE)?;
         let answer = self.query("query-memdev")?;
         let backends = answer
             .as_array()
             .ok_or_else(|| unexpected("query-memdev", "a list"))?;
-        let names = backends.iter().filter_map(|backend| backend["id"].as_str());
-        // The list of memory devices does not contain a device such as ivshmem that uses a backend.
-        let mut removals: BTreeMap<String, Removal> = names
-            .map(|name| (name.to_owned(), Removal::default()))
+        let names: BTreeSet<&str> = backends
+            .iter()
+            .filter_map(|backend| backend["id"].as_str())
             .collect();
-        for own in flat_view::machines_own(&self.text("info mtree", PATIENCE)?) {
-            if let Some(removal) = removals.get_mut(own) {
-                *removal = Removal::Never;
-            }
-        }
-        let answer = self.query("query-memory-devices")?;
-        let devices = answer
-            .as_array()
-            .ok_or_else(|| unexpected("query-memory-devices", "a list"))?;
-        for device in devices {
-            // The property is the path of the backend's object.
-            let backend = device["data"]["memdev"].as_str().unwrap_or_default();
-            let backend = backend.rsplit('/').next().unwrap_or_default();
-            let dimm = matches!(device["type"].as_str(), Some("dimm" | "nvdimm"));
-            if let Some(removal) = removals.get_mut(backend).filter(|_| dimm) {
-                *removal = Removal::ByVcpu;
-            }
-        }
-        flat_view::ram(&view, &removals).map_err(AttachError::Refused)
+        // The list of memory devices does not contain a device such as ivshmem that uses a backend.
+        let removal = |addresses: &Range<u64>| places.removal(addresses).unwrap_or_default();
+        flat_view::ram(&view, &names, removal).map_err(AttachError::Refused)
     }
 
     /// Translates the first address of a guest-physical range to an address in the monitor's
@@ -355,7 +497,7 @@ impl Monitor {
     /// # Errors
     /// [`AttachError`].
     pub fn host_address(&self, range: &Range<u64>, patience: Duration) -> Result<u64, AttachError> {
-        if let Self::Host(host) = self {
+        if let Some(host) = &self.host {
             return host.host_address(range);
         }
         let address = range.start;
@@ -383,18 +525,55 @@ impl Monitor {
         Nesting::of_statistics(&answer)
     }
 
-    /// Returns the registers of each vCPU.
+    /// Returns the registers of each vCPU. The vCPUs are stopped for a moment, and must run
+    /// otherwise.
     ///
     /// # Errors
     /// [`QmpError`].
     pub fn registers(&self, patience: Duration) -> Result<Vec<Registers>, QmpError> {
-        if let Self::Host(host) = self {
-            return host.registers(patience);
+        if let Some(read) = self.emulated {
+            return read(self, patience);
         }
-        let arguments = json!({ "command-line": "info registers -a" });
-        let answer = self.execute("human-monitor-command", arguments, patience)?;
-        let text = answer.as_str().unwrap_or_default();
-        registers::parse(text).map_err(|missing| unexpected("info registers -a", &missing))
+        if !self.is_host() {
+            let status = self.status()?;
+            if status != "running" {
+                return Err(QmpError::Host(format!(
+                    "QEMU says that the guest is {status:?}, and the registers of its vCPUs are stored only while they run; resume it"
+                )));
+            }
+        }
+        self.vcpus(patience)?.registers(patience)
+    }
+
+    /// Requests the registers of all vCPUs, for a stop by QEMU's `stop`. Each vCPU stores them when
+    /// it stops. Returns `None` if they cannot be requested.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub(crate) fn request_registers(
+        &self,
+        patience: Duration,
+    ) -> Result<Option<Requested<'_>>, QmpError> {
+        self.vcpus(patience)?.request(patience)
+    }
+
+    fn vcpus(&self, patience: Duration) -> Result<Vcpus<'_>, QmpError> {
+        let threads = identity::vcpus(&self.process, self, &Threads::default(), patience);
+        let threads = threads.map_err(|error| match error {
+            AttachError::Monitor(error) => error,
+            other => QmpError::Host(other.to_string()),
+        })?;
+        Vcpus::new(&self.process, self.memory()?, &threads.each)
+    }
+
+    /// Returns the process's memory.
+    fn memory(&self) -> Result<&File, QmpError> {
+        if let Some(memory) = self.memory.get() {
+            return Ok(memory);
+        }
+        let opened = self.process.memory();
+        let opened = opened.map_err(|error| QmpError::Host(error.to_string()))?;
+        Ok(self.memory.get_or_init(|| opened))
     }
 }
 
@@ -405,7 +584,7 @@ fn string(answer: &Value, command: &str, name: &str) -> Result<String, QmpError>
         .ok_or_else(|| unexpected(command, name))
 }
 
-fn unexpected(command: &str, missing: &str) -> QmpError {
+pub(crate) fn unexpected(command: &str, missing: &str) -> QmpError {
     QmpError::Unexpected {
         command: command.to_owned(),
         missing: missing.to_owned(),

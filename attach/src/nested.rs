@@ -4,11 +4,10 @@
 //!
 //! | source | needs |
 //! |---|---|
-//! | QEMU's `query-stats` | QEMU 7.1 |
 //! | debugfs of the host | root, the initial PID namespace |
+//! | QEMU's `query-stats` | QEMU 7.1 |
 //!
-//! QEMU is asked first, because it also supplies the registers: the counts then deserve as much
-//! trust as the registers.
+//! QEMU is asked only if debugfs does not show the guest.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,8 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Parses registers as QEMU's `info registers -a` prints them.
+//! Reads the registers of all vCPUs from their run pages ([`crate::run_page`]).
+//!
+//! | the guest | the registers are stored |
+//! |---|---|
+//! | runs | when the vCPUs' threads are frozen a second time, after the request of the first time |
+//! | is about to be stopped by QEMU | when the vCPUs stop, after a request while they were frozen |
+//!
+//! A vCPU that does not return from `KVM_RUN` after the request stores nothing. This is the case
+//! while its monitor has paused the guest.
 
-/// The maximum number of vCPUs.
-const MAX_VCPUS: usize = 4096;
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io;
+use std::time::{Duration, Instant};
+
+use crate::freeze::{FreezeError, Frozen, Point, freeze};
+use crate::process::Process;
+use crate::qmp::QmpError;
+use crate::run_page::RunPage;
+
+/// The maximum number of stops for one reading of the registers. The first stop requests them. If
+/// no later stop can read them, they are reported as unknown.
+const ATTEMPTS: u32 = 20;
+/// The time between two attempts. A vCPU that is between two calls of `KVM_RUN` soon makes the next
+/// one.
+const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
 
 /// The registers of a vCPU. If the vCPU runs a nested guest, these are the nested guest's
 /// registers.
@@ -22,90 +44,137 @@ pub struct Registers {
     pub idt_base: u64,
 }
 
-/// Returns the registers of each vCPU, in QEMU's order.
-///
-/// # Errors
-/// A register is missing; the error is a sentence.
-pub fn parse(text: &str) -> Result<Vec<Registers>, String> {
-    let mut vcpus = Vec::new();
-    for (index, part) in text.split("CPU#").skip(1).enumerate() {
-        if index == MAX_VCPUS {
-            return Err(format!("the guest has more than {MAX_VCPUS} vCPUs"));
-        }
-        let word = |names: &[&str]| {
-            let found = names.iter().find_map(|name| value(part, name));
-            found.ok_or_else(|| format!("{} of vCPU {index}", names[0]))
-        };
-        vcpus.push(Registers {
-            rip: word(&["RIP=", "EIP="])?,
-            cr0: word(&["CR0="])?,
-            cr3: word(&["CR3="])?,
-            cr4: word(&["CR4="])?,
-            efer: word(&["EFER="])?,
-            idt_base: word(&["IDT="])?,
-        });
-    }
-    if vcpus.is_empty() {
-        return Err("a vCPU".to_owned());
-    }
-    Ok(vcpus)
+/// The vCPUs of a guest in its monitor's process.
+#[derive(Debug)]
+pub(crate) struct Vcpus<'m> {
+    process: &'m Process,
+    /// The process's memory.
+    memory: &'m File,
+    /// The ids of the threads in this PID namespace.
+    threads: Vec<u32>,
+    /// The addresses of the run pages.
+    pages: Vec<u64>,
 }
 
-/// Returns the hexadecimal number after a name that begins a word.
-fn value(text: &str, name: &str) -> Option<u64> {
-    let begins = |at: &usize| *at == 0 || text.as_bytes()[at - 1].is_ascii_whitespace();
-    let (at, _) = text.match_indices(name).find(|(at, _)| begins(at))?;
-    let digits = text[at + name.len()..].split_ascii_whitespace().next()?;
-    u64::from_str_radix(digits, 16).ok()
+/// Registers that were requested and not yet read. Dropping this value withdraws the request.
+#[derive(Debug)]
+pub(crate) struct Requested<'m>(Vec<RunPage<'m>>);
+
+impl<'m> Vcpus<'m> {
+    /// Finds the run pages of the vCPUs that ran last in these threads, one thread for each vCPU.
+    ///
+    /// # Errors
+    /// The process does not map one run page for each vCPU.
+    pub(crate) fn new(
+        process: &'m Process,
+        memory: &'m File,
+        vcpus: &[u32],
+    ) -> Result<Self, QmpError> {
+        let pages = process.run_pages();
+        let pages = pages.map_err(|error| failed(error.to_string()))?;
+        if pages.len() != vcpus.len() {
+            return Err(failed(format!(
+                "process {} maps {} run pages for {} vCPUs",
+                process.pid(),
+                pages.len(),
+                vcpus.len()
+            )));
+        }
+        // One thread may run several vCPUs.
+        let threads: BTreeSet<u32> = vcpus.iter().copied().collect();
+        Ok(Self {
+            process,
+            memory,
+            threads: threads.into_iter().collect(),
+            pages,
+        })
+    }
+
+    /// Stops the vCPUs repeatedly for a moment, and returns the registers of each. The first stop
+    /// requests the registers, and a later one reads them.
+    ///
+    /// # Errors
+    /// A vCPU did not leave `KVM_RUN` in time, or its run page cannot be used.
+    pub(crate) fn registers(&self, patience: Duration) -> Result<Vec<Registers>, QmpError> {
+        let deadline = Instant::now() + patience;
+        let mut requested = None;
+        for attempt in 0..ATTEMPTS {
+            if attempt > 0 {
+                std::thread::sleep(BETWEEN_ATTEMPTS);
+            }
+            let frozen = self.stop(Point::Running, deadline)?;
+            let read = match &requested {
+                Some(requested) => Requested::read(requested)?,
+                None => {
+                    requested = self.request_stopped()?;
+                    None
+                }
+            };
+            let is_last = attempt + 1 == ATTEMPTS || Instant::now() >= deadline;
+            if read.is_some() || is_last {
+                // The requests are withdrawn while no vCPU runs.
+                drop(requested);
+                drop(frozen);
+                return read.ok_or_else(not_returned);
+            }
+        }
+        Err(not_returned())
+    }
+
+    /// Stops the vCPUs for a moment and requests their registers, which each vCPU then stores when
+    /// it next returns from `KVM_RUN`. Returns `None` if the monitor is about to change registers.
+    ///
+    /// # Errors
+    /// The vCPUs cannot be stopped, or a run page cannot be used.
+    pub(crate) fn request(&self, patience: Duration) -> Result<Option<Requested<'m>>, QmpError> {
+        let _frozen = self.stop(Point::Unlocked, Instant::now() + patience)?;
+        self.request_stopped()
+    }
+
+    fn request_stopped(&self) -> Result<Option<Requested<'m>>, QmpError> {
+        let request = |page: &u64| RunPage::request(self.memory, *page);
+        let pages: io::Result<Option<_>> = self.pages.iter().map(request).collect();
+        Ok(pages.map_err(unusable)?.map(Requested))
+    }
+
+    fn stop(&self, point: Point, deadline: Instant) -> Result<Frozen, QmpError> {
+        let has_ended = || failed("a vCPU's thread has ended".to_owned());
+        let is_there = || self.threads.iter().all(|id| self.process.has_thread(*id));
+        if !is_there() {
+            return Err(has_ended());
+        }
+        let frozen = match freeze(&self.threads, point, deadline) {
+            Err(FreezeError::Late(_)) => return Err(not_returned()),
+            frozen => frozen.map_err(|error| failed(error.to_string()))?,
+        };
+        // A stopped thread keeps its id, but another process may have got the id before the stop.
+        is_there().then_some(frozen).ok_or_else(has_ended)
+    }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// The output of QEMU 7.2 for two vCPUs in a 64-bit Linux.
-    const LINUX: &str = include_str!("../tests/data/registers-6.12.txt");
-    /// The output for a vCPU at its reset vector, with lines between the registers.
-    const RESET: &str = "\r\nCPU#0\r\nEAX=00000000 EBX=00000000\r\nEIP=0000fff0 EFL=00000002 [-------] CPL=0\r\nGDT=     00000000 0000ffff\r\n\
-        IDT=     00000000 0000ffff\r\nCR0=60000010 CR2=00000000 CR3=00000000 CR4=00000000\r\n\
-        EFER=0000000000000000\r\n";
-
-    #[test]
-    fn registers_of_a_running_linux() {
-        let vcpus = parse(LINUX).expect("registers");
-        assert_eq!(vcpus.len(), 2);
-        for vcpu in vcpus {
-            assert!(vcpu.rip > 0xffff_ffff_8000_0000, "{vcpu:x?}");
-            assert_eq!(vcpu.idt_base, 0xffff_fe00_0000_0000);
-            assert!(
-                vcpu.cr0 >> 31 == 1 && vcpu.cr3 != 0 && vcpu.cr4 >> 5 & 1 == 1,
-                "{vcpu:x?}"
-            );
-        }
+impl Requested<'_> {
+    /// Returns the registers of each vCPU; `None` if a vCPU has not returned from `KVM_RUN` since
+    /// the request. No vCPU may run meanwhile.
+    ///
+    /// # Errors
+    /// The process has unmapped a run page.
+    pub(crate) fn read(&self) -> Result<Option<Vec<Registers>>, QmpError> {
+        let read: io::Result<_> = self.0.iter().map(RunPage::registers).collect();
+        read.map_err(unusable)
     }
+}
 
-    #[test]
-    fn registers_at_reset() {
-        let reset = Registers {
-            rip: 0xfff0,
-            cr0: 0x6000_0010,
-            ..Registers::default()
-        };
-        assert_eq!(parse(RESET), Ok(vec![reset]));
-    }
+fn failed(why: String) -> QmpError {
+    QmpError::Host(why)
+}
 
-    #[test]
-    fn what_is_missing_is_named() {
-        assert!(parse("").unwrap_err().contains("a vCPU"));
-        for name in ["EIP=", "CR0=", "CR3=", "CR4=", "EFER=", "IDT="] {
-            let without = RESET.replace(name, "XXX=");
-            let error = parse(&without).expect_err(name);
-            assert!(error.ends_with("of vCPU 0"), "{error}");
-            let nonsense = RESET.replace(name, &format!("{name}zz"));
-            assert!(parse(&nonsense).is_err(), "{name}");
-        }
-        // Another register's name ends with this name.
-        let other = RESET.replace("CR3=00000000", "XCR3=00000000");
-        assert!(parse(&other).unwrap_err().contains("CR3"));
-    }
+fn unusable(error: io::Error) -> QmpError {
+    failed(format!("a vCPU's run page cannot be used: {error}"))
+}
+
+fn not_returned() -> QmpError {
+    failed(
+        "a vCPU does not return from KVM_RUN, so its registers are unknown: its monitor has paused the guest; resume it"
+            .to_owned(),
+    )
 }

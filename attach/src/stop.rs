@@ -29,8 +29,9 @@ use serde_json::Value;
 use crate::freeze::Point;
 use crate::guest::{CONFIRM, LOOK, QemuGuest, check_status, unable};
 use crate::host;
-use crate::monitor::{Monitor, PATIENCE};
+use crate::monitor::{Connection, Monitor, PATIENCE};
 use crate::qmp::{QmpError, Turn};
+use crate::registers::Requested;
 use crate::resume::resume;
 
 /// The maximum number of attempts to resume the guest while QEMU does not answer. Each attempt
@@ -46,7 +47,8 @@ pub struct Lease<'g> {
     guest: &'g QemuGuest,
     /// The last stop, until it is known which client stopped the guest.
     sent: RefCell<Option<Sent>>,
-    rips: Vec<u64>,
+    /// `None` if the registers are unknown.
+    rips: Option<Vec<u64>>,
 }
 
 /// The commands that stop the guest.
@@ -65,11 +67,12 @@ impl<'g> Lease<'g> {
     /// # Errors
     /// [`PauseError`]. The guest runs, or another client holds it stopped.
     pub fn stop(guest: &'g QemuGuest, timeout: Duration) -> Result<Self, PauseError> {
+        let requested = request(&guest.monitor);
         guest.arm(&[], Point::Any)?;
         let mut lease = Self {
             guest,
             sent: RefCell::default(),
-            rips: Vec::new(),
+            rips: None,
         };
         let [before, stopped] = lease.send(timeout).map_err(unable)?;
         match stopped {
@@ -88,15 +91,19 @@ impl<'g> Lease<'g> {
         {
             check_status(run_state(&before))?;
         }
-        let registers = guest.monitor.registers(CONFIRM).map_err(unable)?;
-        lease.rips = registers.iter().map(|vcpu| vcpu.rip).collect();
+        let registers = match requested {
+            Some(requested) => requested.read().map_err(unable)?,
+            None if guest.monitor.uses_kvm() => None,
+            None => Some(guest.monitor.registers(CONFIRM).map_err(unable)?),
+        };
+        lease.rips = registers.map(|vcpus| vcpus.iter().map(|vcpu| vcpu.rip).collect());
         Ok(lease)
     }
 
-    /// Returns the address of the next instruction of each vCPU.
+    /// Returns the address of the next instruction of each vCPU; `None` if it is unknown.
     #[must_use]
-    pub fn rips(&self) -> &[u64] {
-        &self.rips
+    pub fn rips(&self) -> Option<&[u64]> {
+        self.rips.as_deref()
     }
 
     /// Stops a guest that another client has resumed during a change, so that the change is undone
@@ -114,15 +121,15 @@ impl<'g> Lease<'g> {
     /// Sends `stop` after a query, and waits for both answers.
     fn send(&self, timeout: Duration) -> Result<[Result<Value, QmpError>; 2], QmpError> {
         self.guest.life.stop_begins();
-        match &*self.guest.monitor {
-            Monitor::Socket(qmp) => {
+        match self.guest.monitor.connection() {
+            Connection::Socket(qmp) => {
                 let commands = ["query-status", "stop"].map(|command| (command, Value::Null));
                 let turn = qmp.send_in_turn(commands)?;
                 let answers = turn.wait(timeout);
                 *self.sent.borrow_mut() = Some(Sent::InTurn(turn));
                 answers
             }
-            Monitor::Libvirt(domain) => {
+            Connection::Libvirt(domain) => {
                 let deadline = Instant::now() + timeout;
                 let execute = |command: &str| {
                     let left = deadline.saturating_duration_since(Instant::now());
@@ -137,7 +144,7 @@ impl<'g> Lease<'g> {
                 };
                 Ok([before, stopped])
             }
-            Monitor::Host(_) => Err(host::not_asked("stop")),
+            Connection::None => Err(host::not_asked("stop")),
         }
     }
 
@@ -158,6 +165,21 @@ impl<'g> Lease<'g> {
                 let window = first.unwrap_or(0)..last.unwrap_or(u64::MAX);
                 life.stop_was_answered(ran, Some(window))
             }
+        }
+    }
+}
+
+/// Requests the registers that the vCPUs store when they stop. If that fails, they are unknown, and
+/// the gates of the kernel's text decide instead.
+fn request(monitor: &Monitor) -> Option<Requested<'_>> {
+    if !monitor.uses_kvm() {
+        return None;
+    }
+    match monitor.request_registers(CONFIRM) {
+        Ok(requested) => requested,
+        Err(error) => {
+            tracing::debug!(%error, "the registers of the stop are unknown");
+            None
         }
     }
 }

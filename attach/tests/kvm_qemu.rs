@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests the interfaces on a QEMU with KVM. Only `qemu.rs` tests the kinds of guest memory and the
-//! rights to the process, because they do not depend on the accelerator.
+//! Tests the interfaces on a QEMU with KVM. Only `qemu.rs` tests the rights to the process, because
+//! they do not depend on the accelerator.
 
 mod support;
 
@@ -80,7 +80,7 @@ fn processes_that_a_hostile_monitor_points_at() {
 
 #[test]
 fn the_cid_that_a_hostile_monitor_names() {
-    support::hostile::cids_of_others("the_cid_that_a_hostile_monitor_names");
+    support::hostile::cids_of_others();
 }
 
 #[test]
@@ -144,4 +144,54 @@ fn a_guest_that_another_client_resumes_during_a_change() {
 #[test]
 fn refusals() {
     support::refusals(Kvm);
+}
+
+#[test]
+fn a_qemu_that_names_other_threads_than_the_kernel() {
+    support::kernel::other_threads();
+}
+
+#[test]
+fn the_map_of_an_attached_qemu_is_the_kernels() {
+    support::kernel::same_map();
+}
+
+#[test]
+fn registers_of_a_paused_guest() {
+    support::kernel::registers_of_a_paused_guest();
+}
+
+#[test]
+fn an_attacher_that_cannot_read_the_kernel() {
+    support::kernel::without_kernel("an_attacher_that_cannot_read_the_kernel");
+}
+
+#[test]
+fn memory_that_is_plugged_in() {
+    support::hotplug::plugged_in(Kvm);
+}
+
+#[test]
+fn memory_that_is_removed() {
+    support::hotplug::removed(Kvm);
+}
+
+#[test]
+fn memory_of_virtio_mem() {
+    support::hotplug::virtio_mem(Kvm);
+}
+
+#[test]
+fn memory_of_ivshmem() {
+    support::hotplug::ivshmem(Kvm);
+}
+
+#[test]
+fn memory_that_is_not_shared() {
+    support::hotplug::not_shared(Kvm);
+}
+
+#[test]
+fn a_vcpu_that_is_plugged_in_before_a_freeze() {
+    support::hotplug::vcpu(Kvm);
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use kvm_ioctls::Kvm;
 use patchbay_attach::attach;
-use patchbay_attach::host::Host;
+use patchbay_attach::host::{Host, Logging};
 use patchbay_attach::process;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -82,7 +82,7 @@ impl Counter {
     fn of(qemu: &Qemu) -> Self {
         let process = process::Process::open(qemu.child.id()).expect("it runs");
         let process = Arc::new(process);
-        let host = Host::open(&process, false).expect("a guest");
+        let host = Host::open(&process, Logging::Refuse).expect("a guest");
         let at = host.host_address(&(COUNTER..COUNTER + 4)).expect("RAM");
         Self { process, at }
     }

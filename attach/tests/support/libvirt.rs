@@ -124,7 +124,7 @@ impl Libvirt {
             access: Access::Auto,
             pause: PauseWay::Freeze,
             watchdog: PathBuf::from(env!("CARGO_BIN_EXE_patchbay-attach")),
-            accept_tcg: true,
+            accept_tcg: Some(super::tcg::registers),
         }
     }
 }
@@ -240,7 +240,7 @@ pub fn refusals_and_pauses() {
     libvirt.create(&emulated("shared", SHARED));
     libvirt.create(&emulated("private", ""));
     let strict = Options {
-        accept_tcg: false,
+        accept_tcg: None,
         ..libvirt.options("shared")
     };
     refused(&strict, "without KVM");

@@ -13,6 +13,7 @@ pub mod hostile;
 pub mod hotplug;
 pub mod huge_pages;
 pub mod hybrid_vsock;
+pub mod kernel;
 pub mod kill;
 pub mod kill_ledger;
 pub mod libvirt;
@@ -26,6 +27,7 @@ mod qemu;
 pub mod relay;
 pub mod rollout;
 pub mod stock;
+pub mod tcg;
 pub mod trace;
 mod wrapped;
 
@@ -238,6 +240,8 @@ pub fn migration(accelerator: Accelerator, way: PauseWay) {
     let migrate = || qemu.other("migrate", json!({ "uri": "exec:cat > /dev/null" }));
     let paused = guest.pause(DEADLINE).expect("stopped");
     migrate();
+    // The change is undone once pages may be copied.
+    until("the check fails", || checked(&paused).is_err());
     let error = checked(&paused).expect_err("a migration has begun");
     assert!(error.contains("migration"), "{error}");
     drop(paused);
@@ -371,7 +375,7 @@ pub fn refusals(accelerator: Accelerator) {
         return;
     };
     let strict = Options {
-        accept_tcg: false,
+        accept_tcg: None,
         ..qemu.options(PauseWay::Freeze)
     };
     match accelerator {

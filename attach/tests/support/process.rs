@@ -8,10 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvm_ioctls::Kvm;
-use patchbay_attach::host::Host;
+use patchbay_attach::flat_view::{RamRange, Removal};
+use patchbay_attach::host::{Host, Logging};
 use patchbay_attach::memory::Access;
-use patchbay_attach::monitor::Monitor;
-use patchbay_attach::qmp::Qmp;
 use patchbay_attach::{Options, PauseWay, Target, attach, process};
 use patchbay_guest::discovery::Discoverable;
 use patchbay_guest::guest::{Guest, Intended, Machine, PausedGuest};
@@ -23,7 +22,7 @@ use serde_json::{Value, json};
 
 use super::{
     Accelerator, BOOT_SECTOR, CODE, DEADLINE, END, Memory, Process, Qemu, SCRATCH, begun, checked,
-    count, hotplug, options, until,
+    count, hotplug, options, tcg, until,
 };
 
 /// Prints a message and returns false if the host's kernel cannot be read.
@@ -65,10 +64,9 @@ pub fn same_map() {
     let Some(qemu) = Qemu::start_with(Accelerator::Kvm, Memory::Private, "4G", &[]) else {
         return;
     };
-    let qmp = Qmp::connect(&qemu.socket("other"), DEADLINE, Box::new(|_| ()));
-    let monitor = Monitor::Socket(qmp.expect("a second monitor"));
+    let monitor = tcg::believed(&qemu);
     let process = Arc::new(process::Process::open(qemu.child.id()).expect("it runs"));
-    let host = Host::open(&process, false).expect("a guest");
+    let host = Host::open(&process, Logging::Refuse).expect("a guest");
     let theirs = monitor.ram().expect("QEMU's map");
     let mut pages = 0;
     for range in &theirs {
@@ -82,13 +80,14 @@ pub fn same_map() {
             pages += 1;
         }
     }
-    let bytes = |ranges: &[patchbay_attach::flat_view::RamRange]| -> u64 {
+    let bytes = |ranges: &[RamRange]| -> u64 {
         let sizes = ranges
             .iter()
             .map(|range| range.addresses.end - range.addresses.start);
         sizes.sum()
     };
-    let ours = host.ram().expect("the kernel's map");
+    let ours = host.ram(|_| Some(Removal::ByVcpu));
+    let ours = ours.expect("the kernel's map");
     println!(
         "{pages} addresses agree; {} bytes, QEMU {}",
         bytes(&ours),
@@ -126,9 +125,7 @@ pub fn without_monitor() {
         // A file that the monitor may shorten is mapped only if the options ask for it.
         assert_eq!(access == Access::File, guest.ram().can_exchange());
         conformance::pause(&*guest, || vec![count(&guest)]);
-        let theirs = Monitor::Socket(
-            Qmp::connect(&qemu.socket("other"), DEADLINE, Box::new(|_| ())).expect("a monitor"),
-        );
+        let theirs = tcg::believed(&qemu);
         for _ in 0..5 {
             let found = guest.monitor().registers(DEADLINE).expect("they run");
             assert_eq!(found.len(), 2);

@@ -15,7 +15,7 @@ use patchbay_attach::{Options, PauseWay, Target, attach};
 use patchbay_service::keys::Keys;
 use serde_json::Value;
 
-use super::{BOOT_SECTOR, DEADLINE, count, keys_of, until};
+use super::{BOOT_SECTOR, DEADLINE, count, keys_of, tcg, until};
 
 /// The accelerator that runs the vCPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -184,6 +184,8 @@ impl Qemu {
     pub fn attach(&self, pause: PauseWay) -> Arc<QemuGuest> {
         let guest = Arc::new(attach(&self.options(pause)).expect("attached"));
         self.runs(&guest);
+        // The firmware, which has ended now, changes the memory slots.
+        let _ = guest.memory_changes(true);
         guest
     }
 
@@ -216,7 +218,7 @@ pub fn options(socket: PathBuf, pause: PauseWay, accelerator: Accelerator) -> Op
         access: Access::Auto,
         pause,
         watchdog: PathBuf::from(env!("CARGO_BIN_EXE_patchbay-attach")),
-        accept_tcg: accelerator == Accelerator::Tcg,
+        accept_tcg: (accelerator == Accelerator::Tcg).then_some(tcg::registers),
     }
 }
 

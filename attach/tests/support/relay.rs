@@ -12,7 +12,7 @@ use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::{Options, PauseWay, Target, attach};
 use patchbay_guest::guest::{Guest, PausedGuest};
 use patchbay_guest::pause::PauseError;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::migration::{AFTER, BEFORE, announce};
 use super::{Accelerator, DEADLINE, Memory, Qemu, begun, checked, until};
@@ -46,6 +46,13 @@ struct Faults {
     /// attacher sends another command, which waits for this answer.
     holds: bool,
     held: Option<u64>,
+    /// Commands with their arguments, and the answers that replace QEMU's.
+    lies: Vec<(&'static str, Value, Value)>,
+    /// The ids of commands whose answers are replaced, with the answers.
+    replaced: Vec<(Value, Value)>,
+    /// The names of the commands that were forwarded so far, and the text of those for QEMU's
+    /// terminal.
+    commands: Vec<String>,
     /// The ids of the last command and of the last answer.
     asked: u64,
     answered: u64,
@@ -71,6 +78,14 @@ impl Faults {
     fn command(&mut self, message: &Value) -> bool {
         if message["arguments"]["command-line"] == "info mtree -f" {
             self.view_id = message["id"].clone();
+        }
+        let name = message["execute"].as_str().unwrap_or_default();
+        let line = message["arguments"]["command-line"].as_str();
+        self.commands.push(line.unwrap_or(name).to_owned());
+        let mut lies = self.lies.iter();
+        let lie = lies.find(|lie| (lie.0, &lie.1) == (name, &message["arguments"]));
+        if let Some((_, _, answer)) = lie {
+            self.replaced.push((message["id"].clone(), answer.clone()));
         }
         if message["execute"] == "query-cpus-fast" {
             self.vcpus_id = message["id"].clone();
@@ -100,6 +115,9 @@ impl Faults {
         }
         if let Some(view) = self.view.clone().filter(|_| id == self.view_id) {
             message["return"] = Value::String(view);
+        }
+        if let Some((_, answer)) = self.replaced.iter().find(|(lied, _)| *lied == id) {
+            *message = json!({ "return": answer, "id": id });
         }
         id.is_null() || id != self.lost_id
     }
@@ -150,15 +168,38 @@ impl Relay {
         Self { path, faults }
     }
 
-    /// Attaches through the relay, and waits until the guest's counter runs.
-    pub fn attach(&self, qemu: &Qemu, pause: PauseWay) -> QemuGuest {
-        let options = Options {
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn options(&self, qemu: &Qemu, pause: PauseWay) -> Options {
+        Options {
             target: Target::Qmp(self.path.clone(), Some(qemu.child.id())),
             ..qemu.options(pause)
-        };
-        let guest = attach(&options).expect("attached");
+        }
+    }
+
+    /// Attaches through the relay, and waits until the guest's counter runs.
+    pub fn attach(&self, qemu: &Qemu, pause: PauseWay) -> QemuGuest {
+        let guest = attach(&self.options(qemu, pause)).expect("attached");
         qemu.runs(&guest);
+        // The firmware, which has ended now, changes the memory slots.
+        let _ = guest.memory_changes(true);
         guest
+    }
+
+    /// Replaces QEMU's answers to a command with these arguments.
+    pub fn lie(&self, command: &'static str, arguments: Value, answer: Value) {
+        lock(&self.faults).lies.push((command, arguments, answer));
+    }
+
+    pub fn tell_the_truth(&self) {
+        lock(&self.faults).lies.clear();
+    }
+
+    /// Returns the commands that were forwarded since the last call.
+    pub fn commands(&self) -> Vec<String> {
+        std::mem::take(&mut lock(&self.faults).commands)
     }
 
     pub fn replace(&self, view: Option<&str>) {
