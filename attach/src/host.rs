@@ -41,6 +41,18 @@ pub enum Logging {
     Reported,
 }
 
+impl Logging {
+    /// Returns the next step if the process does not run the guest.
+    fn who_has_the_vm(self) -> &'static str {
+        match self {
+            Self::Reported => {
+                "give the process id of the guest's QEMU with --pid, and check which process listens on its QMP socket"
+            }
+            _ => "`patchbay host list` shows the processes that run one",
+        }
+    }
+}
+
 /// The state of KVM's memory slots. If it differs, a slot has changed or a dirty log has begun or
 /// ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,7 +89,7 @@ impl Host {
     /// The process has no VM or several, the host's kernel cannot be read, or the guest cannot be
     /// patched from outside.
     pub fn open(process: &Arc<Process>, logging: Logging) -> Result<Self, AttachError> {
-        let descriptors = vms_of(process)?;
+        let descriptors = vms_of(process, logging)?;
         let kernel = HostKernel::open().map_err(|error| AttachError::Process {
             what: "the host's kernel cannot be read, so the guest's memory is unknown".to_owned(),
             error: error.to_string(),
@@ -92,9 +104,10 @@ impl Host {
     /// # Errors
     /// As for [`Self::open`].
     pub fn beside_monitor(process: &Arc<Process>) -> Result<Option<Self>, AttachError> {
-        let descriptors = vms_of(process)?;
+        let logging = Logging::Reported;
+        let descriptors = vms_of(process, logging)?;
         match HostKernel::open() {
-            Ok(kernel) => Self::find(kernel, process, &descriptors, Logging::Reported).map(Some),
+            Ok(kernel) => Self::find(kernel, process, &descriptors, logging).map(Some),
             Err(error) => {
                 tracing::warn!(%error, "the host's kernel cannot be read, so QEMU itself is asked for the map of its guest's memory");
                 Ok(None)
@@ -130,7 +143,8 @@ impl Host {
         }
         let Some((descriptor, vm)) = vms.pop() else {
             return Err(AttachError::Refused(format!(
-                "process {pid} only holds the VM of another process; `patchbay host list` shows which process runs it"
+                "process {pid} only holds the VM of another process; {}",
+                logging.who_has_the_vm()
             )));
         };
         let vm = vm.map_err(|error| unseen(&error))?;
@@ -348,7 +362,7 @@ impl Host {
 }
 
 /// Returns the process's descriptors of VMs.
-fn vms_of(process: &Process) -> Result<Vec<u32>, AttachError> {
+fn vms_of(process: &Process, logging: Logging) -> Result<Vec<u32>, AttachError> {
     let pid = process.pid();
     let descriptors = process.descriptors()?.into_iter();
     let mut descriptors: Vec<u32> = descriptors
@@ -357,7 +371,8 @@ fn vms_of(process: &Process) -> Result<Vec<u32>, AttachError> {
         .collect();
     if descriptors.is_empty() {
         return Err(AttachError::Refused(format!(
-            "process {pid} has no KVM VM; `patchbay host list` shows those that have one"
+            "process {pid} has no KVM VM; {}",
+            logging.who_has_the_vm()
         )));
     }
     if monitor_of(process).kind == Kind::Patchbay {
