@@ -107,6 +107,7 @@ impl QemuGuest {
         if migration.is_contradicted() {
             // Memory that was taken for RAM during a migration may be that of a display.
             self.memory.doubt();
+            return Err(contradicted(&migration));
         }
         check_migration(&migration)?;
         Ok(migration)
@@ -259,14 +260,15 @@ pub(crate) fn check_status(status: &str) -> Result<(), PauseError> {
     })
 }
 
+fn contradicted(migration: &Migration) -> PauseError {
+    unable(format!(
+        "KVM logs the dirty pages of the guest's memory, but QEMU reports no migration (its status is {:?}), so a copy of the memory that QEMU \
+         does not report may miss a write now; end what needs the log, such as a measurement of the dirty rate",
+        migration.reported()
+    ))
+}
+
 fn check_migration(migration: &Migration) -> Result<(), PauseError> {
-    if migration.is_contradicted() {
-        return Err(unable(format!(
-            "KVM logs the dirty pages of the guest's memory, but QEMU reports no migration (its status is {:?}), so it is unknown which copy of the \
-             memory a write now would be missing from; end the measurement of the dirty rate or whatever else needs the log",
-            migration.reported()
-        )));
-    }
     if migration.is_under_way() {
         return Err(PauseError::Unable {
             why: format!(
@@ -552,8 +554,12 @@ impl Guest for QemuGuest {
                 Way::Qmp(_) => began.elapsed(),
             };
             let confirming = Instant::now();
-            let migration = self.with_slots(migration, &way);
-            let migration = migration.inspect_err(|_| self.watchdog().disarm())?;
+            let migration = self.with_slots(migration, &way).inspect_err(|_| {
+                // A stop by QMP ends by itself, and disarms then.
+                if let Way::Frozen(..) = way {
+                    self.watchdog().disarm();
+                }
+            })?;
             self.memory.confirm(&self.process, |range| {
                 let left = CONFIRM.saturating_sub(confirming.elapsed());
                 self.monitor.host_address(range, left)
