@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Follows memory that is plugged in and removed while the service runs.
 //!
-//! QEMU does not report `device_add`. So the flat view is read again in three cases: before each
-//! discovery, when an access misses memory, and after an event that may have changed the view.
+//! QEMU does not report `device_add`. So the memory map is read again in three cases: before each
+//! discovery, when an access misses memory, and after an event that may have changed the map.
 //!
 //! `object_del`, which frees the memory, may follow a removal. The memory's address in QEMU's
 //! process may then belong to another mapping, and a guest can eject a DIMM at any time. So during
-//! each stop, once no vCPU runs, this process asks whether QEMU still has every removable region at
-//! its address. A region that QEMU does not confirm is no longer accessed. A confirmed DIMM stays
-//! until the resume: only a vCPU's write to the ejection register removes it from the guest, and
-//! QEMU does not delete the backend of a device. The memory of any other device, such as virtio-mem
-//! or ivshmem, can be removed by the monitor alone, so it is only read unless it is shared.
+//! each stop, once no vCPU runs, this process checks that KVM still has every region in one slot at
+//! its address, or asks QEMU if the host's kernel cannot be read. A region that is not confirmed is
+//! no longer accessed. A confirmed DIMM stays until the resume: only a vCPU's write to the ejection
+//! register removes it from the guest, and QEMU does not delete the backend of a device. The memory
+//! of any other device, such as virtio-mem or ivshmem, can be removed by the monitor alone, so it is
+//! only read unless it is shared.
 
 use std::sync::TryLockError;
 use std::time::{Duration, Instant};
@@ -21,12 +22,12 @@ use crate::error::AttachError;
 use crate::guest::QemuGuest;
 use crate::monitor::PATIENCE;
 
-/// Minimum time between two reads of the flat view that are caused only by accesses to missing
+/// Minimum time between two reads of the memory map that are caused only by accesses to missing
 /// memory. A guest can cause such accesses at any rate, because its tables may contain any address.
 const REST: Duration = Duration::from_secs(1);
 
-/// Records when the flat view was read. Its lock is held during a stop, so that the regions do not
-/// change, and while QEMU is asked for registers, so that no stop begins in that time.
+/// Records when the memory map was read. Its lock is held during a stop, so that the regions do not
+/// change, and while registers are read, so that no stop begins in that time.
 #[derive(Debug, Default)]
 pub struct Watch {
     events: u64,
@@ -34,8 +35,8 @@ pub struct Watch {
 }
 
 impl QemuGuest {
-    /// Returns the number of changes of the guest's memory for `Discoverable`. Reads the flat view
-    /// first if that is due, but not during a stop.
+    /// Returns the number of changes of the guest's memory for `Discoverable`. Reads the memory
+    /// map first if that is due, but not during a stop.
     #[must_use]
     pub fn memory_changes(&self, anyway: bool) -> u64 {
         let mut watch = match self.watch.try_lock() {
@@ -58,10 +59,10 @@ impl QemuGuest {
             Ok(false) if doubted && !anyway => watch.next = Some(Instant::now() + REST),
             Ok(false) => {}
             Err(error) => {
-                // The flat view must be read again.
+                // The map must be read again.
                 self.memory.doubt();
                 watch.next = Some(Instant::now() + REST);
-                limited!(warn, %error, "the guest's memory cannot be read from QEMU again; the known memory is used, and QEMU is asked again in 1 s");
+                limited!(warn, %error, "the map of the guest's memory cannot be read again; the known memory is used, and the map is read again in 1 s");
             }
         }
         self.memory.changes()

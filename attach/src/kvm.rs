@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads what the host's kernel shows about a process's KVM guest. A monitor cannot forge this
-//! information.
+//! Reads what the host's kernel shows about a process's KVM guest in /proc and debugfs. A monitor
+//! cannot forge this information. It is compared with QEMU's statements if the kernel's memory,
+//! which tells more ([`crate::host`]), cannot be read.
 //!
 //! | source | tells | needs |
 //! |---|---|---|
