@@ -157,6 +157,11 @@ fn the_map_of_an_attached_qemu_is_the_kernels() {
 }
 
 #[test]
+fn a_migration_that_qemu_denies() {
+    support::kernel::denied_migration();
+}
+
+#[test]
 fn registers_of_a_paused_guest() {
     support::kernel::registers_of_a_paused_guest();
 }

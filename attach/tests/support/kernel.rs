@@ -17,7 +17,7 @@ use super::migration::{AFTER, BEFORE, announce};
 use super::process::readable;
 use super::relay::Relay;
 use super::{
-    Accelerator, BOOT_SECTOR, CODE, DEADLINE, Memory, Qemu, SCRATCH, begun, checked, hotplug,
+    Accelerator, BOOT_SECTOR, CODE, DEADLINE, Memory, Qemu, SCRATCH, begun, checked, hotplug, until,
 };
 
 /// The variable that makes the test's program run as an attacher that cannot read the host's
@@ -77,7 +77,7 @@ pub fn other_threads() {
 }
 
 /// Returns whether a command asks for text of QEMU's terminal.
-fn is_text(command: &String) -> bool {
+fn is_text(command: &str) -> bool {
     command.starts_with("info ") || command.starts_with("gpa2hva")
 }
 
@@ -116,7 +116,8 @@ pub fn same_map() {
     );
     guest.monitor().registers(DEADLINE).expect("they run");
     let commands = relay.commands();
-    assert!(!commands.iter().any(is_text), "{commands:?}");
+    let asks_for_text = commands.iter().any(|command| is_text(command));
+    assert!(!asks_for_text, "{commands:?}");
 
     announce(&guest, BEFORE, AFTER);
     let paused = guest.pause(DEADLINE).expect("stopped");
@@ -132,6 +133,28 @@ pub fn same_map() {
     drop(paused);
     assert_eq!(relay.commands(), [""; 0]);
     qemu.runs(&guest);
+}
+
+/// Checks that nothing is changed while KVM logs dirty pages, although QEMU denies a migration.
+pub fn denied_migration() {
+    if !readable() {
+        return;
+    }
+    let Some(qemu) = Qemu::start(Accelerator::Kvm, Memory::SharedMemfd) else {
+        return;
+    };
+    let (relay, _folder) = relay_to(&qemu);
+    let guest = relay.attach(&qemu, PauseWay::Freeze);
+    relay.lie("query-migrate", Value::Null, json!({}));
+    drop(guest.pause(DEADLINE).expect("nothing is logged"));
+    qemu.other("migrate-set-parameters", json!({ "max-bandwidth": 4096 }));
+    qemu.other("migrate", json!({ "uri": "exec:cat > /dev/null" }));
+    until("KVM logs dirty pages", || guest.pause(DEADLINE).is_err());
+    let error = guest.pause(DEADLINE).expect_err("logged").to_string();
+    assert!(error.contains("QEMU reports no migration"), "{error}");
+    qemu.runs(&guest);
+    qemu.other("migrate_cancel", Value::Null);
+    until("the log is off", || guest.pause(DEADLINE).is_ok());
 }
 
 /// Checks that the registers of a guest that another client has paused are unknown until it runs.
@@ -196,7 +219,7 @@ fn believes(word: &str) {
     };
     let guest = attach(&options).expect("attached");
     let before = super::count(&guest);
-    super::until("the guest counts on", || super::count(&guest) != before);
+    until("the guest counts on", || super::count(&guest) != before);
     let found = guest.monitor().registers(DEADLINE).expect("they run");
     assert!(CODE.contains(&found[0].rip), "{found:x?}");
     announce(&guest, BEFORE, AFTER);
