@@ -66,6 +66,7 @@ pub fn kill(accelerator: Accelerator) {
     let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
         return;
     };
+    process::counting(&qemu);
     kill_each(&qemu, &[Freeze, Qmp].map(|pause| qemu.options(pause)));
 }
 
