@@ -10,8 +10,8 @@
 //!   0000000100000000-000000017fffffff (prio 0, ram): ram0 @0000000080000000 KVM
 //! ```
 //!
-//! This is used only if the host's kernel, which knows the guest's memory slots, cannot be read, and
-//! for a QEMU without KVM.
+//! This is used only if the host's kernel, which knows the guest's memory slots, cannot be read,
+//! and for a QEMU without KVM.
 
 use std::collections::BTreeSet;
 use std::ops::Range;

@@ -349,8 +349,8 @@ impl Host {
     /// had stopped.
     ///
     /// # Errors
-    /// No slot contains the whole range, or the slot must not be written because its dirty pages are
-    /// logged.
+    /// No slot contains the whole range, or the slot must not be written because its dirty pages
+    /// are logged.
     pub fn host_address(&self, range: &Range<u64>) -> Result<u64, AttachError> {
         let state = self.state();
         place(&state.vm, range, self.logging).ok_or_else(|| {
@@ -402,8 +402,8 @@ fn range(slot: &Slot) -> RamRange {
     }
 }
 
-/// Returns the process's address of the first byte of a range, if one slot contains the whole range
-/// and may be written. If the monitor reports migrations, a log does not matter here: the whole
+/// Returns the process's address of the first byte of a range, if one slot contains the whole
+/// range and may be written. If the monitor reports migrations, a log does not matter here: the whole
 /// change is refused while memory that is used is logged.
 fn place(vm: &Vm, range: &Range<u64>, logging: Logging) -> Option<u64> {
     vm.ram().find_map(|slot| {

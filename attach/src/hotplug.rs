@@ -10,8 +10,8 @@
 //! its address, or asks QEMU if the host's kernel cannot be read. A region that is not confirmed is
 //! no longer accessed. A confirmed DIMM stays until the resume: only a vCPU's write to the ejection
 //! register removes it from the guest, and QEMU does not delete the backend of a device. The memory
-//! of any other device, such as virtio-mem or ivshmem, can be removed by the monitor alone, so it is
-//! only read unless it is shared.
+//! of any other device, such as virtio-mem or ivshmem, can be removed by the monitor alone, so it
+//! is only read unless it is shared.
 
 use std::sync::TryLockError;
 use std::time::{Duration, Instant};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads what QEMU says about its guest: its own map of memory, and the registers of a guest without
-//! KVM, which has no run pages.
+//! Reads what QEMU says about its guest: its own map of memory, and the registers of a guest
+//! without KVM, which has no run pages.
 
 use std::sync::Arc;
 use std::time::Duration;
