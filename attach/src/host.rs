@@ -403,8 +403,8 @@ fn range(slot: &Slot) -> RamRange {
 }
 
 /// Returns the process's address of the first byte of a range, if one slot contains the whole
-/// range and may be written. If the monitor reports migrations, a log does not matter here: the whole
-/// change is refused while memory that is used is logged.
+/// range and may be written. If the monitor reports migrations, a log does not matter here: the
+/// whole change is refused while memory that is used is logged.
 fn place(vm: &Vm, range: &Range<u64>, logging: Logging) -> Option<u64> {
     vm.ram().find_map(|slot| {
         let offset = range.start.checked_sub(slot.guest_address)?;
