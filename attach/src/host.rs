@@ -37,7 +37,8 @@ pub enum Logging {
     /// The operator allows writes to memory that is logged.
     Allow,
     /// The monitor reports migrations, so the guest is also attached to during one. A change is
-    /// refused while KVM logs memory that is used. A dirty ring alone logs nothing.
+    /// refused while KVM logs memory that is used. A dirty ring alone logs nothing. The monitor has
+    /// also said that the guest is not confidential.
     Reported,
 }
 
@@ -468,10 +469,14 @@ fn unknown(error: &WalkError) -> QmpError {
     ))
 }
 
-/// Returns the first reason against patching a guest from outside.
+/// Returns the first reason against patching a guest from outside. A monitor that is asked has said
+/// that the guest is not protected, which decides if the host's kernel does not tell.
 fn refusal(vm: &Vm, logging: Logging) -> Option<Refusal> {
-    let is_allowed =
-        |refusal: &Refusal| logging != Logging::Refuse && *refusal == Refusal::DirtyLogging;
+    let is_allowed = |refusal: &Refusal| match refusal {
+        Refusal::DirtyLogging => logging != Logging::Refuse,
+        Refusal::Unknown(_) => logging == Logging::Reported,
+        _ => false,
+    };
     vm.refusals()
         .into_iter()
         .find(|refusal| !is_allowed(refusal))

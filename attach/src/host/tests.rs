@@ -108,6 +108,9 @@ fn guests_that_cannot_be_patched_are_refused() {
         assert!(
             refusal(&vm, Logging::Allow).is_some_and(|refusal| why(refusal).contains("a test"))
         );
+        // QEMU has said that it is not, which decides if the kernel does not tell.
+        let is_protected = matches!(protection, Protection::Protected(_));
+        assert_eq!(refusal(&vm, Logging::Reported).is_some(), is_protected);
     }
 }
 
