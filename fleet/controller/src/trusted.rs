@@ -2,7 +2,7 @@
 //! Reads files that determine what the controller does. It refuses files that users other than root
 //! and the controller's own can write.
 
-use std::fs::{File, Metadata, OpenOptions};
+use std::fs::{Metadata, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
@@ -72,10 +72,14 @@ pub fn read(path: &Path, forbidden: Forbidden, most: u64) -> Result<Vec<u8>, Not
 /// # Errors
 /// [`NotTrusted`].
 pub fn check_folder(path: &Path) -> Result<(), NotTrusted> {
-    let metadata = File::open(path)?.metadata()?;
-    match metadata.is_dir() {
-        true => check(&metadata, Forbidden::Write),
-        false => Err(NotTrusted::NoFolder),
+    // The kernel must not wait for a writer if the path is a FIFO.
+    let directory = i32::try_from(rustix::fs::OFlags::DIRECTORY.bits()).unwrap_or(0);
+    let mut options = OpenOptions::new();
+    let folder = options.read(true).custom_flags(directory).open(path);
+    match folder {
+        Ok(folder) => check(&folder.metadata()?, Forbidden::Write),
+        Err(error) if error.kind() == io::ErrorKind::NotADirectory => Err(NotTrusted::NoFolder),
+        Err(error) => Err(error.into()),
     }
 }
 

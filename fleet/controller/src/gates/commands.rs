@@ -12,6 +12,8 @@
 //! environment: {PROBE_ZONE: eu}
 //! ```
 
+mod thread;
+
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -23,6 +25,7 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, wa
 use serde::Deserialize;
 use tokio::process::{Child, Command};
 
+use self::thread::{Threads, in_thread};
 use super::{Asking, Obstacle};
 use crate::names;
 use crate::rollout::WaveGateKind;
@@ -37,10 +40,16 @@ const DEFAULT_TIMEOUT_MS: u64 = 60_000;
 const DEFAULT_USER: &str = "nobody";
 const SEARCH_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 const MAX_FILE_BYTES: u64 = 64 << 10;
+/// The time within which the file system must return a file, and within which a program must start.
+const LIMIT: std::time::Duration = std::time::Duration::from_secs(10);
 
 /// The commands that gates may name.
 #[derive(Clone, Debug)]
-pub struct Commands(Arc<Path>);
+pub struct Commands {
+    folder: Arc<Path>,
+    threads: Threads,
+    limit: std::time::Duration,
+}
 
 impl Default for Commands {
     fn default() -> Self {
@@ -77,8 +86,15 @@ enum Why {
         "the controller runs as uid {own}, and only root can run it as {name}; leave `user` out"
     )]
     OtherUser { own: u32, name: String },
-    #[error("the file cannot be read: {0}")]
-    Task(tokio::task::JoinError),
+    #[error(
+        "{} is not read within {} ms; look at its file system", .path.display(), .limit.as_millis()
+    )]
+    Hangs {
+        path: PathBuf,
+        limit: std::time::Duration,
+    },
+    #[error("no thread can read the file: {0}")]
+    Thread(io::Error),
 }
 
 /// The content of a file.
@@ -110,7 +126,11 @@ pub fn is_name(name: &str) -> bool {
 impl Commands {
     /// Uses the files of this folder. A file is read each time its command is used.
     pub fn new(folder: PathBuf) -> Self {
-        Self(folder.into())
+        Self {
+            folder: folder.into(),
+            threads: Threads::default(),
+            limit: LIMIT,
+        }
     }
 
     /// Checks the commands that the gates of a spec name.
@@ -130,10 +150,11 @@ impl Commands {
     pub(super) async fn run(&self, name: &str, asking: &Asking<'_>) -> Result<(), Obstacle> {
         let usable = self.read(name).await;
         let usable = usable.map_err(|error| format!("cannot be used: {}", error.why))?;
-        let group = Group::spawn(usable.command(asking));
+        let (command, timeout) = (usable.command(asking), usable.timeout);
+        let group = self.spawn(name, command).await;
         let group = group.map_err(|error| format!("cannot be started: {error}"))?;
-        let ended = tokio::time::timeout(usable.timeout, group.ended()).await;
-        let limit = usable.timeout.as_millis();
+        let ended = tokio::time::timeout(timeout, group.ended()).await;
+        let limit = timeout.as_millis();
         let status = ended.map_err(|_| format!("did not end within {limit} ms"))?;
         match status {
             Ok(status) if status.success() => Ok(()),
@@ -142,21 +163,48 @@ impl Commands {
         }
     }
 
+    /// Reads the file of a command. Its file system, and the lookup of its user, may hang.
     async fn read(&self, name: &str) -> Result<Usable, NotUsable> {
-        let (folder, owned) = (Arc::clone(&self.0), name.to_owned());
-        // The lookup of a user may block on the network.
-        let read = tokio::task::spawn_blocking(move || read(&folder, &owned)).await;
+        let (folder, owned) = (Arc::clone(&self.folder), name.to_owned());
+        let reading = self.threads.run(name, move || read(&folder, &owned));
+        let read = match tokio::time::timeout(self.limit, reading).await {
+            Ok(read) => read.unwrap_or_else(|error| Err(Why::Thread(error))),
+            Err(_) => Err(Why::Hangs {
+                path: path(&self.folder, name),
+                limit: self.limit,
+            }),
+        };
         let name = name.to_owned();
-        read.unwrap_or_else(|error| Err(Why::Task(error)))
-            .map_err(|why| NotUsable { name, why })
+        read.map_err(|why| NotUsable { name, why })
     }
+
+    /// Starts a command. The call returns only when the program is loaded, which may hang too.
+    async fn spawn(&self, name: &str, command: Command) -> io::Result<Group> {
+        let runtime = tokio::runtime::Handle::current();
+        let spawning = self.threads.run(name, move || {
+            let _entered = runtime.enter();
+            Group::spawn(command)
+        });
+        match tokio::time::timeout(self.limit, spawning).await {
+            Ok(spawned) => spawned?,
+            Err(_) => {
+                let limit = self.limit.as_millis();
+                let why = format!("its program is not loaded within {limit} ms");
+                Err(io::Error::new(io::ErrorKind::TimedOut, why))
+            }
+        }
+    }
+}
+
+fn path(folder: &Path, name: &str) -> PathBuf {
+    folder.join(format!("{name}.yaml"))
 }
 
 fn read(folder: &Path, name: &str) -> Result<Usable, Why> {
     if !is_name(name) {
         return Err(Why::Name(name.to_owned()));
     }
-    let path = folder.join(format!("{name}.yaml"));
+    let path = path(folder, name);
     trusted::check_folder(folder).map_err(|error| {
         let path = folder.to_owned();
         Why::NotTrusted { path, error }
@@ -255,10 +303,10 @@ impl Group {
     async fn ended(mut self) -> io::Result<ExitStatus> {
         if let Some(id) = self.id {
             // NOWAIT leaves the process waitable, so its ID and that of the group are not reused.
-            // If this future is dropped, the process is killed and the thread ends.
+            // If this future is dropped, the process is killed and the thread ends, unless the
+            // kernel cannot end the process because its file system hangs.
             let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
-            let ends = move || waitid(WaitId::Pid(id), options);
-            tokio::task::spawn_blocking(ends).await??;
+            in_thread(move || waitid(WaitId::Pid(id), options)).await??;
         }
         self.kill();
         self.child.wait().await

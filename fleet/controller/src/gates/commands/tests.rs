@@ -5,6 +5,7 @@ use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::io::FdFlags;
 use rustix::process::{PidfdFlags, pidfd_open};
 
@@ -24,6 +25,11 @@ struct Folders {
 
 fn set_mode(path: &Path, mode: u32) {
     fs::set_permissions(path, fs::Permissions::from_mode(mode)).expect("its own");
+}
+
+fn make_fifo(path: &Path) {
+    let made = mknodat(CWD, path, FileType::Fifo, Mode::RWXU, 0);
+    made.expect("created");
 }
 
 fn is_root() -> bool {
@@ -71,10 +77,15 @@ impl Folders {
     }
 
     async fn ask_kind(&self, kind: &WaveGateKind) -> GateAnswer {
+        let commands = Commands::new(self.gates.path().to_owned());
+        self.ask_of(&commands, kind).await
+    }
+
+    async fn ask_of(&self, commands: &Commands, kind: &WaveGateKind) -> GateAnswer {
         let hosts = Hosts::new(&[]).expect("none");
         let asking = Asking {
             hosts: &hosts,
-            commands: &Commands::new(self.gates.path().to_owned()),
+            commands,
             rollout: "net",
             wave: "canary",
         };
@@ -230,6 +241,75 @@ async fn files_that_others_can_write_are_refused() {
     fs::create_dir(folders.file()).expect("created");
     let why = folders.inconclusive().await;
     assert!(why.contains("it is not a regular file"), "{why}");
+}
+
+/// Checks FIFOs that nobody writes. A controller that waits for a writer waits for ever.
+#[tokio::test]
+async fn a_fifo_does_not_block_the_controller() {
+    let folders = Folders::new();
+    make_fifo(&folders.file());
+    let why = folders.inconclusive().await;
+    assert!(why.contains("it is not a regular file"), "{why}");
+    let program = folders.result();
+    make_fifo(&program);
+    fs::remove_file(folders.file()).expect("its own");
+    folders.write(&format!("command: [{}]", program.display()));
+    let why = folders.inconclusive().await;
+    assert!(why.contains("cannot be started"), "{why}");
+    let spec = spec();
+    let folder = folders.results.path().join("gates.d");
+    make_fifo(&folder);
+    let refused = Commands::new(folder).check(&spec).await;
+    let why = refused.expect_err("no folder").to_string();
+    assert!(why.contains("it is not a folder"), "{why}");
+}
+
+/// Returns a spec with a gate that names the command.
+fn spec() -> Spec {
+    let text = "selector: {guests: ['*']}\nclaims: [{want: on, keys: [a]}]\nwaves: [{size: rest}]\n\
+                gates: [{command: probe, on_failure: abort}]\n";
+    Spec::parse(text).expect("a spec")
+}
+
+/// Checks a file whose reader hangs: the gate is inconclusive, a plan is refused, and other
+/// commands are run.
+#[tokio::test]
+async fn a_file_on_a_hung_file_system_is_given_up() {
+    let folders = Folders::new();
+    folders.write("command: [/bin/true]");
+    let other = folders.gates.path().join("other.yaml");
+    fs::copy(folders.file(), other).expect("copied");
+    let fifo = folders.result();
+    make_fifo(&fifo);
+    let commands = Commands::new(folders.gates.path().to_owned());
+    let (threads, path) = (commands.threads.clone(), fifo.clone());
+    // The thread waits for a writer.
+    let hangs = threads.run("probe", || fs::File::open(path));
+    let soon = std::time::Duration::from_millis(50);
+    assert!(tokio::time::timeout(soon, hangs).await.is_err());
+    let impatient = Commands {
+        limit: soon,
+        ..commands.clone()
+    };
+    let ask = async |commands: &Commands, name: &str| {
+        let name = name.to_owned();
+        let timeout_ms = 60_000;
+        let kind = WaveGateKind::NamedCommand { name, timeout_ms };
+        folders.ask_of(commands, &kind).await
+    };
+    let answer = ask(&impatient, "probe").await;
+    let why = "probe.yaml is not read within 50 ms; look at its file system";
+    assert!(
+        matches!(&answer, GateAnswer::Inconclusive(found) if found.ends_with(why)),
+        "{answer:?}"
+    );
+    let refused = impatient.check(&spec()).await;
+    let refused = refused.expect_err("not read").to_string();
+    assert!(refused.ends_with(why), "{refused}");
+    assert_eq!(ask(&commands, "other").await, GateAnswer::Passed);
+    let writer = fs::OpenOptions::new().write(true).open(fifo);
+    drop(writer.expect("there is a reader"));
+    assert_eq!(ask(&commands, "probe").await, GateAnswer::Passed);
 }
 
 #[tokio::test]
