@@ -130,11 +130,13 @@ pub enum RolloutCommand {
         #[arg(short, long, default_value = "table", value_name = "FORMAT", value_parser = rollout_format_parser())]
         output: OutputArgument,
     },
-    /// Compare the guests with the state that the rollout set; exit code 4 if they differ.
+    /// Compare the guests with the state that the rollout set. The exit code is 4 if they differ,
+    /// and 3 if they do not but guests still wait in a wave that --fix or a late guest has added.
     Drift {
         #[arg(add = complete::rollouts())]
         rollout: String,
-        /// Change the drifted guests, and those that joined after the plan, in an additional wave.
+        /// Change the drifted guests, and those that joined after the plan, in additional waves, cut
+        /// as the spec says and with its caps, bake times and gates.
         #[arg(long, conflicts_with = "adopt")]
         fix: bool,
         /// Accept the drifted guests' present state.

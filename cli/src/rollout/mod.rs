@@ -307,6 +307,7 @@ impl Controller {
         action: v1::DriftAction,
         output: Output,
     ) -> Result<(), Refused> {
+        let name = rollout.clone();
         let request = v1::DriftRequest {
             rollout,
             action: action.into(),
@@ -321,6 +322,14 @@ impl Controller {
             .iter()
             .filter(|one| is_report || !one.left.is_empty());
         match left.count() {
+            0 if is_report && drift.waiting > 0 => {
+                let waiting = are(drift.waiting.into(), "guest");
+                let message = format!(
+                    "{waiting} still to be changed in an added wave; `patchbay rollout status \
+                     {name}` shows for what it waits"
+                );
+                Err(Failure::new(PARTLY, message).into())
+            }
             0 => Ok(()),
             count => {
                 let next = match (is_report, drift.phase.as_str()) {

@@ -255,15 +255,23 @@ impl Printable for DriftReport {
 
     fn footer(&self) -> String {
         let compared = counted(self.compared.into(), "guest");
-        let others = self.guests.saturating_sub(self.compared);
-        match (self.drifts.is_empty(), others) {
-            (false, _) => format!("{compared} compared\n"),
-            (true, 0) => format!("{compared} compared: as the rollout wants them\n"),
-            (true, others) => format!(
-                "{compared} compared: as the rollout wants them; {others} more are not changed \
-                 yet, or are released, adopted or forgotten\n"
-            ),
+        let others = self.guests.saturating_sub(self.compared + self.waiting);
+        let mut text = match self.drifts.is_empty() {
+            false => format!("{compared} compared"),
+            true => format!("{compared} compared: as the rollout wants them"),
+        };
+        if self.waiting > 0 {
+            let verb = if self.waiting == 1 { "waits" } else { "wait" };
+            let waiting = counted(self.waiting.into(), "guest");
+            let _ = write!(text, "; {waiting} {verb} in an added wave for the change");
         }
+        if self.drifts.is_empty() && others > 0 {
+            let _ = write!(
+                text,
+                "; {others} more are not changed yet, or are released, adopted or forgotten"
+            );
+        }
+        text + "\n"
     }
 
     fn names(&self) -> Vec<&str> {

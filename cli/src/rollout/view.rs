@@ -181,6 +181,8 @@ pub struct DriftReport {
     pub guests: u32,
     /// The number of guests that were as wanted, and were therefore compared.
     pub compared: u32,
+    /// The number of guests of added waves that are not changed yet.
+    pub waiting: u32,
     pub drifts: Vec<Drift>,
 }
 
@@ -380,6 +382,7 @@ impl From<v1::DriftResponse> for DriftReport {
             phase: word(rollout.phase().as_str_name(), "PHASE_"),
             guests: rollout.waves.iter().map(|wave| wave.guests).sum(),
             compared: answer.compared,
+            waiting: answer.waiting,
             drifts: answer.drifts.into_iter().map(drift).collect(),
         }
     }

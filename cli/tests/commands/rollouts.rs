@@ -422,6 +422,39 @@ fn drift_has_an_exit_code_and_is_fixed_or_adopted() {
     assert!(why.contains("taken as it is"), "{why}");
 }
 
+/// Checks that drift is not reported as over while the wave that fixes it waits for a freeze.
+#[test]
+fn guests_that_wait_in_a_fix_wave_have_an_exit_code() {
+    let fleet = FakeFleet::new();
+    let spec = fleet.spec(
+        "net.yaml",
+        &SPEC.replace("size: rest", "size: rest, bake: 1h"),
+    );
+    fleet.start("net", &spec);
+    let bakes = || {
+        let shown = fleet.ok(&fleet.words(&["status", "net"]));
+        shown.contains("it bakes wave").then_some(())
+    };
+    until(bakes);
+    fleet.ok(&fleet.words(&["drift", "net"]));
+    fleet.lab.guest.set_count("alpha", 0);
+    // The wave that is added waits until the first one has baked.
+    fleet.ok(&fleet.words(&["drift", "net", "--fix"]));
+    assert_eq!(fleet.lab.guest.count("alpha"), 0);
+    let (out, said, code) = fleet.all(&fleet.words(&["drift", "net"]));
+    assert_eq!(code, Some(3), "{out}{said}");
+    let waits = "0 guests compared: as the rollout wants them; 1 guest waits in an added wave for \
+                 the change\n";
+    assert_eq!(out, waits);
+    assert!(said.contains("1 guest is still to be changed"), "{said}");
+    let json = fleet.all(&fleet.words(&["drift", "net", "-o", "json"])).0;
+    assert!(json.contains("\"waiting\": 1"), "{json}");
+    fleet.ok(&fleet.words(&["promote", "net"]));
+    until(bakes);
+    let done = fleet.ok(&fleet.words(&["drift", "net"]));
+    assert!(done.contains("1 guest compared"), "{done}");
+}
+
 #[test]
 fn what_is_wrong_is_said_in_one_sentence() {
     let fleet = FakeFleet::new();

@@ -287,9 +287,12 @@ impl RolloutService for Api {
                 hide_in_string(&mut drift.actual);
             }
         }
+        let waiting = report.waiting.iter();
+        let waiting = waiting.filter(|guest| sight.sees(guest)).count();
         Ok(Response::new(v1::DriftResponse {
             drifts,
             compared: u32::try_from(report.compared).unwrap_or(u32::MAX),
+            waiting: u32::try_from(waiting).unwrap_or(u32::MAX),
             rollout: Some(caller.shown(&running.rollout(), false)),
         }))
     }

@@ -11,7 +11,7 @@ use patchbay_proto::v1;
 use crate::authority::{Authority, Refused, operates};
 use crate::hosts::{CallError, Host, Hosts};
 use crate::plan::{self, Asks, FAN_OUT};
-use crate::rollout::{Member, NotLegal, Phase, Plan, State, bounded};
+use crate::rollout::{Member, NotLegal, Phase, Plan, Rollout, State, bounded};
 use crate::runner::guests::no_effect;
 use crate::runner::{Command, Running, now};
 use crate::spec::{LateGuests, Spec};
@@ -51,6 +51,8 @@ pub struct Drift {
 pub struct Report {
     pub drifts: Vec<Drift>,
     pub compared: usize,
+    /// The names of the guests of added waves that are not changed yet.
+    pub waiting: Vec<String>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -97,6 +99,8 @@ struct Snapshot {
     phase: Phase,
     waves: usize,
     current: Current,
+    /// The guests of added waves that wait for their change, or are being changed.
+    waiting: Vec<String>,
 }
 
 impl Snapshot {
@@ -107,6 +111,7 @@ impl Snapshot {
         Self {
             phase: header.phase,
             waves: header.waves.len(),
+            waiting: waiting(&rollout),
             current: members
                 .filter(|(_, member)| member.state != State::Superseded)
                 .map(|(index, member)| {
@@ -115,6 +120,21 @@ impl Snapshot {
                 .collect(),
         }
     }
+}
+
+/// Returns the guests of added waves that wait for their change, or are being changed.
+fn waiting(rollout: &Rollout) -> Vec<String> {
+    let waves = rollout.header().waves.iter();
+    let waves = waves.filter(|wave| wave.is_added && !wave.is_taken_back);
+    let members = waves.flat_map(|wave| &rollout.members()[wave.members()]);
+    let is_waiting = |member: &&Member| {
+        matches!(
+            member.state,
+            State::Pending | State::Claiming { again: false }
+        )
+    };
+    let waiting = members.filter(is_waiting);
+    waiting.map(|member| member.guest.clone()).collect()
 }
 
 /// Compares the guests with the rollout, and applies the action to the differences.
@@ -139,6 +159,7 @@ pub async fn drift(
         .into());
     }
     let mut report = compare(hosts, &running.asks, &snapshot.current).await;
+    report.waiting.clone_from(&snapshot.waiting);
     for (_, member) in snapshot.current.values() {
         if let Some(why) = member.state.late() {
             let actual = format!("not yet: {why}");
@@ -248,6 +269,7 @@ async fn compare(hosts: &Hosts, asks: &Asks, current: &Current) -> Report {
     Report {
         drifts: drifts.into_iter().flatten().collect(),
         compared,
+        waiting: vec![],
     }
 }
 

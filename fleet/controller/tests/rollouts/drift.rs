@@ -2,11 +2,11 @@
 //! Tests guests that differ from the state in which a rollout left them.
 
 use patchbay_fleet::drift::{Action, Cause, Report, drift};
-use patchbay_fleet::rollout::{Member, Phase};
-use patchbay_fleet::runner::{Running, now};
+use patchbay_fleet::rollout::{Member, Phase, Stage};
+use patchbay_fleet::runner::{Command, Running, now};
 use patchbay_proto::v1;
 
-use super::support::{Fleet, PATIENCE, Replica, is_over, spec, wait_for};
+use super::support::{Fleet, PATIENCE, Replica, is_over, spec, tell, wait_for};
 
 async fn compare(replica: &Replica, running: &Running, action: Action) -> Report {
     let leads = replica.lead().await;
@@ -56,6 +56,52 @@ async fn each_kind_of_drift_is_told_apart_and_only_a_key_is_fixed() {
     let report = compare(&replica, &running, Action::Report).await;
     let causes: Vec<Cause> = report.drifts.iter().map(|drift| drift.cause).collect();
     assert_eq!(causes, [Cause::Bytes, Cause::Unreachable]);
+}
+
+/// Checks that `--fix` cuts its waves as the spec does, and that a report counts the guests that
+/// wait in them.
+#[tokio::test(flavor = "multi_thread")]
+async fn drift_is_fixed_in_waves_and_a_report_counts_the_guests_that_wait() {
+    let fleet = Fleet::start(1, 4).await;
+    let replica = fleet.replica("one");
+    let waves = "waves: [{name: canary, size: 1, bake: 1h}, {name: all, size: rest}]";
+    let running = replica.start("net", &spec(waves)).await;
+    let baking = |phase| phase == Phase::Running(Stage::Baking);
+    wait_for(&running, baking).await;
+    let report = compare(&replica, &running, Action::Report).await;
+    assert_eq!((report.compared, report.waiting.len()), (1, 0));
+    tell(&running, Command::Promote).await;
+    wait_for(&running, is_over).await;
+    for guest in 0..3 {
+        fleet.guests[guest].set_count("alpha", 0);
+    }
+    let report = compare(&replica, &running, Action::Fix).await;
+    assert_eq!((report.drifts.len(), report.waiting.len()), (3, 0));
+    wait_for(&running, baking).await;
+    assert_eq!(fleet.counts("alpha"), [1, 0, 0, 1], "the first wave bakes");
+    let report = compare(&replica, &running, Action::Report).await;
+    assert_eq!((found(&report), report.compared), (vec![], 2));
+    assert_eq!(report.waiting, ["web-1", "web-2"]);
+    let waves = running.rollout().header().waves.clone();
+    let waves: Vec<(&str, usize, bool)> = waves
+        .iter()
+        .map(|wave| (wave.name.as_str(), wave.count, wave.is_added))
+        .collect();
+    let expected = [
+        ("canary", 1, false),
+        ("all", 3, false),
+        ("fix-3/canary", 1, true),
+        ("fix-3/all", 2, true),
+    ];
+    assert_eq!(waves, expected);
+    // The guests that wait for their wave stay in it.
+    let report = compare(&replica, &running, Action::Fix).await;
+    assert_eq!((report.drifts.len(), report.waiting.len()), (0, 2));
+    tell(&running, Command::Promote).await;
+    assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
+    assert_eq!(fleet.counts("alpha"), [1; 4]);
+    let report = compare(&replica, &running, Action::Report).await;
+    assert_eq!((report.compared, report.waiting.len()), (4, 0));
 }
 
 /// Checks that a guest is fixed whose service has seen a later generation than the one that the
