@@ -398,13 +398,21 @@ fn read(path: &Path, name: Option<String>) -> Result<v1::PlanRequest, Failure> {
     Ok(v1::PlanRequest { spec, rollout })
 }
 
-/// Fails with exit code 3 if guests are not yet as wanted, or could not be released so far.
+/// Fails with exit code 3 if guests are not yet as wanted, do not answer any more, or could not be
+/// released so far.
 /// Forgotten guests do not count.
 fn partly(rollout: &view::Rollout) -> Result<(), Failure> {
     let not_yet: u32 = rollout.waves.iter().map(|wave| wave.not_yet).sum();
     let is_held_up = |guest: &&view::RolloutGuest| guest.is_releasing() && guest.is_late();
     let held_up = rollout.guests.iter().filter(is_held_up).count();
+    let unknown: u32 = rollout.waves.iter().map(|wave| wave.unknown).sum();
     let mut parts = Vec::new();
+    if unknown > 0 {
+        parts.push(match unknown {
+            1 => "1 guest does not answer".to_owned(),
+            _ => format!("{unknown} guests do not answer"),
+        });
+    }
     if not_yet > 0 {
         parts.push(format!(
             "{} not yet as wanted",

@@ -158,13 +158,14 @@ impl Printable for ReviewedRollout {
 
 impl Printable for Vec<Rollout> {
     fn rows(&self) -> Rows {
-        let mut rows = Rows::new(&["NAME", "PHASE", "AS WANTED", "NOT YET", "TITLE"]);
+        let mut rows = Rows::new(&["NAME", "PHASE", "AS WANTED", "UNKNOWN", "NOT YET", "TITLE"]);
         for rollout in self {
             let sum = |count: fn(&Wave) -> u32| rollout.waves.iter().map(count).sum::<u32>();
             rows.push([
                 rollout.name.clone(),
                 rollout.phase.clone(),
                 format!("{}/{}", sum(|wave| wave.as_wanted), sum(|wave| wave.guests)),
+                sum(|wave| wave.unknown).to_string(),
                 sum(|wave| wave.not_yet).to_string(),
                 or_dash(&rollout.title).to_owned(),
             ]);

@@ -92,6 +92,7 @@ impl<'r> Status<'r> {
         );
         let count = |is: fn(&RolloutGuest) -> bool| guests.iter().filter(|guest| is(guest)).count();
         for (count, what) in [
+            (wave.unknown as usize, "unknown"),
             (count(RolloutGuest::is_releasing), "being released"),
             (wave.released as usize, "released"),
             (count(RolloutGuest::is_forgotten), "forgotten"),

@@ -92,6 +92,8 @@ pub struct Wave {
     pub guests: u32,
     pub hosts: u32,
     pub as_wanted: u32,
+    /// The number of guests that were as wanted and do not answer any more.
+    pub unknown: u32,
     pub not_yet: u32,
     pub released: u32,
     pub keys: u64,
@@ -110,6 +112,9 @@ pub struct RolloutGuest {
     pub guest: String,
     pub wave: u32,
     pub phase: String,
+    /// The time since when the guest is unknown, not yet as wanted, or cannot be released.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub since: Option<Moment>,
     pub message: String,
     pub keys: u32,
     pub sites: u32,
@@ -138,6 +143,11 @@ impl RolloutGuest {
     /// Returns whether an attempt to change or release the guest has failed. The message says why.
     pub fn is_late(&self) -> bool {
         self.phase == "not yet" || self.is_releasing() && !self.message.is_empty()
+    }
+
+    /// Returns whether the guest was as wanted and does not answer any more.
+    pub fn is_unknown(&self) -> bool {
+        self.phase == "unknown"
     }
 
     /// Returns whether a person has given the guest up.
@@ -308,6 +318,7 @@ impl From<v1::Wave> for Wave {
             guests: wave.guests,
             hosts: wave.hosts,
             as_wanted: wave.as_wanted,
+            unknown: wave.unknown,
             not_yet: wave.not_yet,
             released: wave.released,
             keys: wave.keys,
@@ -325,6 +336,7 @@ impl From<v1::RolloutGuest> for RolloutGuest {
             phase: word(guest.phase().as_str_name(), "GUEST_PHASE_"),
             host: guest.host,
             guest: guest.guest,
+            since: guest.since.map(|time| Moment(time.seconds)),
             wave: guest.wave,
             message: guest.message,
             keys: guest.keys,

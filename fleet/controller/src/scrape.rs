@@ -62,7 +62,9 @@ fn now(controller: &Controller, registry: &mut Registry) {
             let phase_name = phase.name();
             phases.get_or_create(&InPhase { phase: phase_name }).inc();
             let is_waiting = |member: &Member| {
-                member.state.is_late() || matches!(member.state, State::Releasing { .. })
+                member.is_unknown()
+                    || member.state.is_late()
+                    || matches!(member.state, State::Releasing { .. })
             };
             if named == MAX_ROLLOUTS
                 || !(phase.is_active() || rollout.members().iter().any(is_waiting))
@@ -76,9 +78,7 @@ fn now(controller: &Controller, registry: &mut Registry) {
             }
             let members = rollout.members().iter();
             for member in members.filter(|member| member.state != State::Superseded) {
-                guests
-                    .get_or_create(&labels(name, state(&member.state)))
-                    .inc();
+                guests.get_or_create(&labels(name, state(member))).inc();
             }
         }
     }
@@ -101,11 +101,12 @@ fn labels(rollout: &str, state: &'static str) -> Guests {
     Guests { rollout, state }
 }
 
-const STATES: [&str; 9] = [
+const STATES: [&str; 10] = [
     "skipped",
     "pending",
     "changing",
     "as_wanted",
+    "unknown",
     "not_yet",
     "releasing",
     "released",
@@ -113,11 +114,12 @@ const STATES: [&str; 9] = [
     "forgotten",
 ];
 
-fn state(state: &State) -> &'static str {
-    match state {
+fn state(member: &Member) -> &'static str {
+    match &member.state {
         State::Skipped { .. } | State::Superseded => "skipped",
         State::Pending => "pending",
         State::Claiming { again: false } => "changing",
+        State::AsWanted { .. } if member.is_unknown() => "unknown",
         State::AsWanted { .. } => "as_wanted",
         State::Claiming { again: true } | State::NotYet { .. } => "not_yet",
         State::Releasing { .. } => "releasing",

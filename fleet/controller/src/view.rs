@@ -92,10 +92,12 @@ fn wave<'m>(header: &Header, wave: &Wave, members: impl Iterator<Item = &'m Memb
     let members: Vec<&Member> = members
         .filter(|member| member.state != State::Superseded)
         .collect();
+    let unknown = members.iter().filter(|member| member.is_unknown()).count();
     let count = |wanted: fn(&State) -> bool| {
         let states = members.iter().map(|member| &member.state);
-        number(states.filter(|state| wanted(state)).count())
+        states.filter(|state| wanted(state)).count()
     };
+    let made = count(|state| matches!(state, State::AsWanted { .. }));
     let hosts: std::collections::BTreeSet<&str> =
         members.iter().map(|member| member.host.as_str()).collect();
     let predicted = members.iter().map(|member| member.plan.predicted_pause_us);
@@ -105,9 +107,10 @@ fn wave<'m>(header: &Header, wave: &Wave, members: impl Iterator<Item = &'m Memb
         name: wave.name.clone(),
         guests: number(members.len()),
         hosts: number(hosts.len()),
-        as_wanted: count(|state| matches!(state, State::AsWanted { .. })),
-        not_yet: count(State::is_late),
-        released: count(|state| matches!(state, State::Released { .. })),
+        as_wanted: number(made - unknown),
+        unknown: number(unknown),
+        not_yet: number(count(State::is_late)),
+        released: number(count(|state| matches!(state, State::Released { .. }))),
         predicted_pause: predicted.max().map(duration),
         bakes_until: wave
             .bakes_until
@@ -125,6 +128,9 @@ fn wave<'m>(header: &Header, wave: &Wave, members: impl Iterator<Item = &'m Memb
     }
 }
 
+/// The reason why the state of a guest is unknown.
+pub const UNANSWERED: &str = "it was as wanted, and does not answer";
+
 pub fn guest(header: &Header, index: usize, member: &Member) -> v1::RolloutGuest {
     let wave = header.wave_of(index);
     let is_over = header.phase.reverts() || header.phase == Phase::Completed;
@@ -136,6 +142,9 @@ pub fn guest(header: &Header, index: usize, member: &Member) -> v1::RolloutGuest
         }
         State::Pending => (v1::GuestPhase::Pending, "", None),
         State::Claiming { again: false } => (v1::GuestPhase::Changing, "", None),
+        State::AsWanted { .. } if member.is_unknown() => {
+            (v1::GuestPhase::Unknown, UNANSWERED, None)
+        }
         State::AsWanted { pause_us } => (v1::GuestPhase::AsWanted, "", Some(*pause_us)),
         state @ (State::NotYet { .. } | State::Claiming { again: true }) => (
             v1::GuestPhase::NotYet,
@@ -162,6 +171,7 @@ pub fn guest(header: &Header, index: usize, member: &Member) -> v1::RolloutGuest
         sites: member.plan.sites,
         predicted_pause: Some(duration(member.plan.predicted_pause_us)),
         pause: pause.map(duration),
+        since: member.since.map(timestamp),
         left_out: member
             .plan
             .left_out
@@ -200,6 +210,13 @@ pub fn drift(drift: &Drift) -> v1::Drift {
     }
 }
 
+/// Returns the time since when the member is in its state, as the rest of a sentence; empty if it
+/// is not known.
+fn since(member: &Member) -> String {
+    let since = member.since.map(timestamp);
+    since.map_or_else(String::new, |since| format!(" since {since}"))
+}
+
 /// Explains why the guest is in its state, and how that can change.
 pub fn explain(rollout: &Rollout, index: usize, now: Millis) -> Vec<String> {
     let (header, member) = (rollout.header(), &rollout.members()[index]);
@@ -209,9 +226,15 @@ pub fn explain(rollout: &Rollout, index: usize, now: Millis) -> Vec<String> {
         State::Pending => explain_pending(rollout, index, now, &mut reasons),
         State::Superseded => reasons.push("it is in a later wave too, which counts".to_owned()),
         State::Claiming { again: false } => reasons.push("it is being changed".to_owned()),
-        State::Claiming { again: true } => {
-            reasons.push("it is not yet as wanted, and is tried again".to_owned())
-        }
+        State::Claiming { again: true } => reasons.push(format!(
+            "it is not yet as wanted{}, and is tried again",
+            since(member)
+        )),
+        State::AsWanted { .. } if member.is_unknown() => reasons.push(format!(
+            "{UNANSWERED}{}; it is asked again at growing intervals, and at once when its host \
+             registers, and `rollout forget` gives it up",
+            since(member)
+        )),
         State::AsWanted { pause_us } => {
             reasons.push(format!("it is as wanted; it was stopped for {pause_us} us"));
         }
@@ -228,14 +251,16 @@ pub fn explain(rollout: &Rollout, index: usize, now: Millis) -> Vec<String> {
                 }
                 (_, Failure::Busy | Failure::Unknown) => "it is tried again",
             };
-            reasons.push(format!("it is not yet as wanted: {why}; {next}"));
+            let since = since(member);
+            reasons.push(format!("it is not yet as wanted{since}: {why}; {next}"));
         }
         State::Releasing { why } if why.is_empty() => {
             reasons.push("its claims are being ended".to_owned());
         }
         State::Releasing { why } => reasons.push(format!(
-            "its claims are not ended yet: {why}; this is tried again until the guest confirms \
-             it, or `rollout forget` gives the guest up"
+            "its claims are not ended yet{}: {why}; this is tried again until the guest confirms \
+             it, or `rollout forget` gives the guest up",
+            since(member)
         )),
         State::Released { void: true } => {
             reasons.push("the claims had ended before, with their TTL or a reboot".to_owned());

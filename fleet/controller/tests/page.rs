@@ -18,6 +18,8 @@ mod seen;
 #[path = "rollouts/support.rs"]
 #[allow(dead_code)]
 mod support;
+#[path = "page/unknown.rs"]
+mod unknown;
 
 use std::sync::Arc;
 

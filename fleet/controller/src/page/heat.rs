@@ -164,6 +164,8 @@ pub struct Heat {
     total: usize,
     from: usize,
     differing: usize,
+    /// The number of guests whose keys are not known although a rollout wants them in a state.
+    unknown: usize,
     hosts: Vec<HostColumn>,
 }
 
@@ -176,6 +178,8 @@ struct HostColumn {
     /// The cells, one for each key.
     cells: Vec<Cell>,
     differs: usize,
+    /// The number of guests whose keys are not known although a rollout wants them in a state.
+    unknown: usize,
 }
 
 #[derive(Clone, Default, Serialize)]
@@ -210,37 +214,66 @@ pub fn heat(
     from: usize,
     sight: &Sight<'_>,
 ) -> Heat {
-    let wishes = wishes(leads, observed);
+    let Wishes { by_host, absent } = wishes(leads, observed);
     let is_wanted = |name: &str, labels: &BTreeMap<String, String>| {
         name.contains(find) || labels.values().any(|value| value.contains(find))
     };
     let mut columns: Vec<HostColumn> = Vec::new();
-    for host in leads.hosts().all() {
-        let (name, labels) = (&host.config.name, &host.config.labels);
-        if is_wanted(name, labels) {
-            let mut column = column(name, observed, &wishes, sight);
-            column.labels.clone_from(labels);
+    let known = leads.hosts().all();
+    let known = known.iter().map(|host| &host.config);
+    let mut hosts: BTreeMap<&str, BTreeMap<String, String>> = known
+        .map(|host| (host.name.as_str(), host.labels.clone()))
+        .collect();
+    // A host that has died is not registered any more, but rollouts still have its guests.
+    for host in absent.keys() {
+        hosts.entry(host).or_default();
+    }
+    for (name, labels) in hosts {
+        if is_wanted(name, &labels) {
+            let mut column = column(name, observed, &by_host, sight);
+            let absent = absent.get(name).into_iter().flatten();
+            column.unknown += absent.filter(|guest| sight.sees(guest)).count();
+            let is_gone = leads.hosts().get(name).is_none();
+            // A principal that sees none of its guests must not learn of a host that is gone.
+            if is_gone && column.unknown == 0 {
+                continue;
+            }
+            if is_gone {
+                column.unreachable = "the host is not registered any more".to_owned();
+            }
+            column.labels = labels;
             columns.push(column);
         }
     }
     let total = columns.len();
     let differing = columns.iter().filter(|column| column.differs > 0).count();
+    let unknown = columns.iter().map(|column| column.unknown).sum();
     // Stable sort: ties stay in name order.
-    columns.sort_by_key(|column| (column.differs == 0, column.unreachable.is_empty()));
+    columns.sort_by_key(|column| {
+        let is_known = column.unreachable.is_empty() && column.unknown == 0;
+        (column.differs == 0, is_known)
+    });
     Heat {
         at: observed.at,
         keys: observed.keys.clone(),
         total,
         from,
         differing,
+        unknown,
         hosts: columns.into_iter().skip(from).take(MAX_HOSTS).collect(),
     }
 }
 
-/// The wishes for each guest of each host.
-type Wishes<'o> = HashMap<&'o str, HashMap<&'o str, Wish>>;
+/// The wishes for each observed guest of each host.
+type ByHost<'o> = HashMap<&'o str, HashMap<&'o str, Wish>>;
 
-fn column(name: &str, observed: &Observed, wishes: &Wishes<'_>, sight: &Sight<'_>) -> HostColumn {
+struct Wishes<'o> {
+    by_host: ByHost<'o>,
+    /// The guests that rollouts want changed and that were not observed, by host.
+    absent: BTreeMap<String, BTreeSet<String>>,
+}
+
+fn column(name: &str, observed: &Observed, wishes: &ByHost<'_>, sight: &Sight<'_>) -> HostColumn {
     let mut cells = vec![Cell::default(); observed.keys.len()];
     let (guests, unreachable): (&[ObservedGuest], &str) =
         match observed.hosts.get(name).map(|host| &**host) {
@@ -248,13 +281,14 @@ fn column(name: &str, observed: &Observed, wishes: &Wishes<'_>, sight: &Sight<'_
             Some(Ok(guests)) => (guests, ""),
             Some(Err(why)) => (&[], why),
         };
-    let mut seen = 0;
+    let (mut seen, mut unknown) = (0, 0);
     for guest in guests.iter().filter(|guest| sight.sees(&guest.name)) {
         seen += 1;
         let wish = wishes
             .get(name)
             .and_then(|host| host.get(guest.name.as_str()));
         let wish = wish.copied().unwrap_or_default();
+        unknown += usize::from(guest.known == 0 && wish.stated != 0);
         for (index, cell) in cells.iter_mut().enumerate() {
             let bit = |bits: u32| bits >> index & 1 == 1;
             let (is_on, is_known) = (bit(guest.enabled), bit(guest.known));
@@ -276,13 +310,15 @@ fn column(name: &str, observed: &Observed, wishes: &Wishes<'_>, sight: &Sight<'_
         unreachable: unreachable.to_owned(),
         guests: seen,
         differs: cells.iter().map(|cell| cell.differs).sum(),
+        unknown,
         cells,
     }
 }
 
 /// Returns the states that rollouts want for each guest. Later rollouts override earlier ones.
 fn wishes<'o>(leads: &Leadership, observed: &'o Observed) -> Wishes<'o> {
-    let mut wishes = Wishes::new();
+    let mut wishes = ByHost::new();
+    let mut absent: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for (host, guests) in &observed.hosts {
         let guests = guests.iter().flatten();
         let none = guests.map(|guest| (guest.name.as_str(), Wish::default()));
@@ -291,11 +327,18 @@ fn wishes<'o>(leads: &Leadership, observed: &'o Observed) -> Wishes<'o> {
     for running in newest(leads).into_iter().rev() {
         let rollout = running.rollout();
         for (index, member) in rollout.members().iter().enumerate() {
-            let host = wishes.get_mut(member.host.as_str());
-            let Some(wish) = host.and_then(|host| host.get_mut(member.guest.as_str())) else {
+            let Some(is_changed) = wants_change(&rollout, index) else {
                 continue;
             };
-            let Some(is_changed) = wants_change(&rollout, index) else {
+            let host = wishes.get_mut(member.host.as_str());
+            let Some(wish) = host.and_then(|host| host.get_mut(member.guest.as_str())) else {
+                // The first sweep may not have queried the host yet.
+                let is_queried = observed.hosts.contains_key(&member.host);
+                let is_gone = observed.at > 0 && leads.hosts().get(&member.host).is_none();
+                if member.may_be_changed() && (is_queried || is_gone) {
+                    let guests = absent.entry(member.host.clone()).or_default();
+                    guests.insert(member.guest.clone());
+                }
                 continue;
             };
             for claim in member.plan.set.claims() {
@@ -307,7 +350,10 @@ fn wishes<'o>(leads: &Leadership, observed: &'o Observed) -> Wishes<'o> {
             }
         }
     }
-    wishes
+    Wishes {
+        by_host: wishes,
+        absent,
+    }
 }
 
 /// Returns whether the rollout wants the member changed (true) or unchanged (false); `None` if it

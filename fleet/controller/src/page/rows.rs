@@ -30,6 +30,8 @@ struct GuestRow {
     guest: String,
     wave: Option<String>,
     state: &'static str,
+    /// The time since when the guest is unknown, not yet as wanted, or cannot be released.
+    since: Option<Millis>,
     message: String,
     pause_us: Option<u64>,
     predicted_pause_us: u64,
@@ -49,7 +51,7 @@ pub struct Wanted<'q> {
 pub fn guests(rollout: &Rollout, wanted: &Wanted<'_>, policy: &Policy, principal: &str) -> Guests {
     let is_wanted = |member: &Member| {
         (member.guest.contains(wanted.find) || member.host.contains(wanted.find))
-            && (wanted.state.is_empty() || guest_state(&member.state) == wanted.state)
+            && (wanted.state.is_empty() || guest_state(member) == wanted.state)
             && access::may_view(policy, principal, Some(&member.guest)).is_ok()
     };
     let (mut total, mut rows) = (0, Vec::new());
@@ -73,6 +75,7 @@ fn row(rollout: &Rollout, index: usize, member: &Member) -> GuestRow {
         State::Skipped { why } | State::NotYet { why, .. } | State::Releasing { why } => {
             why.clone()
         }
+        _ if member.is_unknown() => view::UNANSWERED.to_owned(),
         _ => String::new(),
     };
     GuestRow {
@@ -80,7 +83,8 @@ fn row(rollout: &Rollout, index: usize, member: &Member) -> GuestRow {
         host: member.host.clone(),
         guest: member.guest.clone(),
         wave: wave.map(|wave| wave.name.clone()),
-        state: guest_state(&member.state),
+        state: guest_state(member),
+        since: member.since,
         message,
         pause_us: member.pause(),
         predicted_pause_us: member.plan.predicted_pause_us,

@@ -14,6 +14,8 @@ pub struct Safety {
     /// "safe", "attention" or "danger".
     pub level: &'static str,
     pub text: String,
+    /// The time since when the first of the guests that the text counts is in its state.
+    since: Option<Millis>,
 }
 
 /// The keys that are wanted in one state.
@@ -36,21 +38,29 @@ pub struct Gate {
 /// The numbers of members that are not in their final state, by the reason.
 struct Waits {
     not_yet: usize,
+    /// Members that were as wanted and do not answer any more.
+    unknown: usize,
     releasing: usize,
     /// Members that have not confirmed their release although they were asked.
     stuck: usize,
     forgotten: usize,
+    /// The earliest time since when one of the members is not yet as wanted, unknown or stuck.
+    since: Option<Millis>,
 }
 
 impl Waits {
     fn of<'m>(members: impl Iterator<Item = &'m Member>) -> Self {
         let mut waits = Self {
             not_yet: 0,
+            unknown: 0,
             releasing: 0,
             stuck: 0,
             forgotten: 0,
+            since: None,
         };
         for member in members {
+            waits.since = waits.since.into_iter().chain(member.since).min();
+            waits.unknown += usize::from(member.is_unknown());
             match &member.state {
                 state @ State::Releasing { .. } => {
                     waits.releasing += 1;
@@ -62,6 +72,33 @@ impl Waits {
         }
         waits
     }
+
+    /// Describes the guests that are not as wanted; `None` if there are none.
+    fn troubled(&self) -> Option<String> {
+        match (self.not_yet, self.unknown) {
+            (0, 0) => None,
+            (not_yet, 0) => Some(guests(not_yet, "not yet as wanted.")),
+            (0, unknown) => Some(unanswered(unknown) + "."),
+            (not_yet, unknown) => {
+                let not_yet = guests(not_yet, "not yet as wanted");
+                Some(format!("{not_yet}, and {}.", unanswered(unknown)))
+            }
+        }
+    }
+}
+
+fn guests(count: usize, what: &str) -> String {
+    match count {
+        1 => format!("1 guest {what}"),
+        _ => format!("{count} guests {what}"),
+    }
+}
+
+fn unanswered(count: usize) -> String {
+    match count {
+        1 => "1 guest does not answer, so its state is unknown".to_owned(),
+        _ => format!("{count} guests do not answer, so their state is unknown"),
+    }
 }
 
 /// Assesses whether the guests that the principal may see are safe.
@@ -69,13 +106,22 @@ pub fn safety<'m>(rollout: &Rollout, members: impl Iterator<Item = &'m Member>) 
     let waits = Waits::of(members);
     let gates = rollout.gate_standings();
     let doubtful = gates.iter().position(|gate| !is_open(&gate.standing));
-    let say = |level, text: String| Safety { level, text };
-    let guests = |count: usize, what: &str| match count {
-        1 => format!("1 guest {what}"),
-        _ => format!("{count} guests {what}"),
+    let say = |level, text: String| Safety {
+        level,
+        text,
+        since: None,
+    };
+    let dated = |level, text: String| Safety {
+        level,
+        text,
+        since: waits.since,
     };
     let safe = |text: &str| say("safe", text.to_owned());
-    match rollout.header().phase {
+    let phase = rollout.header().phase;
+    if let (Phase::Running(_) | Phase::Completed, Some(text)) = (phase, waits.troubled()) {
+        return dated("attention", text);
+    }
+    match phase {
         Phase::Planned => safe("Nothing is changed yet."),
         Phase::Paused => match rollout.header().closed_gate {
             Some(gate) => say(
@@ -90,9 +136,6 @@ pub fn safety<'m>(rollout: &Rollout, members: impl Iterator<Item = &'m Member>) 
                 "Paused. What is changed stays until you decide.".to_owned(),
             ),
         },
-        Phase::Running(_) | Phase::Completed if waits.not_yet > 0 => {
-            say("attention", guests(waits.not_yet, "not yet as wanted."))
-        }
         Phase::Running(_) => match doubtful {
             Some(gate) => say(
                 "attention",
@@ -101,7 +144,7 @@ pub fn safety<'m>(rollout: &Rollout, members: impl Iterator<Item = &'m Member>) 
             None => safe("No guest has failed, and no gate is closed."),
         },
         Phase::Completed => safe("Every guest is as wanted."),
-        Phase::Reverting(_) if waits.stuck > 0 => say(
+        Phase::Reverting(_) if waits.stuck > 0 => dated(
             "danger",
             guests(waits.stuck, "did not confirm that the change is undone."),
         ),
@@ -132,6 +175,7 @@ pub fn needs<'m>(
         Phase::Paused => Some("it is paused"),
         Phase::Reverting(_) if waits.stuck > 0 => Some("guests are not released"),
         Phase::Running(_) | Phase::Completed if waits.not_yet > 0 => Some("guests have failed"),
+        Phase::Running(_) | Phase::Completed if waits.unknown > 0 => Some("guests do not answer"),
         _ => None,
     }
 }

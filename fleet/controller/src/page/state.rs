@@ -61,6 +61,8 @@ pub struct Counts {
     pending: usize,
     changing: usize,
     as_wanted: usize,
+    /// Guests that were as wanted, and do not answer any more.
+    unknown: usize,
     not_yet: usize,
     releasing: usize,
     released: usize,
@@ -130,12 +132,13 @@ struct CommandView {
 }
 
 impl Counts {
-    pub fn add(&mut self, state: &State) {
-        *match state {
+    pub fn add(&mut self, member: &Member) {
+        *match &member.state {
             State::Superseded => return,
             State::Skipped { .. } => &mut self.skipped,
             State::Pending => &mut self.pending,
             State::Claiming { again: false } => &mut self.changing,
+            State::AsWanted { .. } if member.is_unknown() => &mut self.unknown,
             State::AsWanted { .. } => &mut self.as_wanted,
             State::Claiming { again: true } | State::NotYet { .. } => &mut self.not_yet,
             State::Releasing { .. } => &mut self.releasing,
@@ -147,7 +150,7 @@ impl Counts {
 
     fn of<'m>(members: impl Iterator<Item = &'m Member>) -> Self {
         let mut counts = Self::default();
-        members.for_each(|member| counts.add(&member.state));
+        members.for_each(|member| counts.add(member));
         counts
     }
 }
@@ -343,12 +346,13 @@ fn commands(
     Verb::ALL.into_iter().map(command).collect()
 }
 
-/// Returns the name of the state, which is shown to users and accepted by filters.
-pub fn guest_state(state: &State) -> &'static str {
-    match state {
+/// Returns the name of the member's state, which is shown to users and accepted by filters.
+pub fn guest_state(member: &Member) -> &'static str {
+    match &member.state {
         State::Skipped { .. } | State::Superseded => "skipped",
         State::Pending => "pending",
         State::Claiming { again: false } => "changing",
+        State::AsWanted { .. } if member.is_unknown() => "unknown",
         State::AsWanted { .. } => "as wanted",
         State::Claiming { again: true } | State::NotYet { .. } => "not yet",
         State::Releasing { .. } => "releasing",

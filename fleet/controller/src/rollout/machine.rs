@@ -221,6 +221,7 @@ impl Rollout {
         if self.header.phase.has_desired_state() {
             self.check(now, &mut step);
         }
+        self.date(now);
         step
     }
 
@@ -385,6 +386,7 @@ impl Rollout {
             members.extend(self.reached());
             self.run.check_from = Some(latest);
         }
+        members.extend(self.unknown());
         step.wake(self.run.check_from.unwrap_or(latest));
         let is_ineffective = |member: &usize| self.members[*member].state.is_ineffective();
         members.extend(self.reached().filter(is_ineffective));
@@ -439,6 +441,9 @@ impl Rollout {
             *why = bounded(why);
         }
         let member = &mut self.members[index];
+        if !state.is_late() && !state.is_stuck() {
+            member.since = None;
+        }
         member.pause_us = member.pause();
         member.state = state;
         self.run.changed.insert(index);

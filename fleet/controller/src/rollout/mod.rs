@@ -62,6 +62,7 @@ mod standing;
 mod state;
 #[cfg(test)]
 mod tests;
+mod unknown;
 mod waves;
 
 pub use self::describe::lasting;

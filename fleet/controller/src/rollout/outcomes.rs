@@ -260,17 +260,28 @@ impl Rollout {
         );
     }
 
-    /// Records the outcome of [`super::Action::Check`]; `None` if the guest was not found.
+    /// Records the outcome of [`super::Action::Check`]; `None` if the guest did not answer.
     pub fn checked(&mut self, index: usize, generation: u64, found: Option<Found>, now: Millis) {
         if !self.ends(index, generation) || !self.members[index].state.has_claims() {
             return;
         }
+        let was_ineffective = self.members[index].state.is_ineffective();
+        let Some(Found { boot, claims }) = found else {
+            match was_ineffective {
+                true => _ = self.put_off(index, now),
+                false => self.lose_sight(index, now),
+            }
+            return;
+        };
         // The delay of a guest that is only asked is not that of its next claims.
         let retry = self.run.retries.remove(&index);
-        if let Some(Found { boot, claims }) = found.filter(|found| !found.boot.is_empty()) {
+        if !was_ineffective {
+            self.regain_sight(index);
+        }
+        if !boot.is_empty() {
             match claims {
                 FoundClaims::None => self.has_none(index, &boot, now),
-                FoundClaims::Made if self.members[index].state.is_ineffective() => {
+                FoundClaims::Made if was_ineffective => {
                     let pause_us = self.members[index].pause().unwrap_or(0);
                     self.set(index, State::AsWanted { pause_us });
                 }
@@ -280,6 +291,7 @@ impl Rollout {
             }
         }
         if self.members[index].state.is_ineffective() {
+            let retry = retry.filter(|_| was_ineffective);
             self.run.retries.extend(retry.map(|retry| (index, retry)));
             self.put_off(index, now);
         }

@@ -222,6 +222,9 @@ pub struct Member {
     pub expires: Option<Millis>,
     /// The time for which the latest change stopped the guest. It stays after the change is undone.
     pub pause_us: Option<u64>,
+    /// The time since when the guest is not yet as wanted, cannot be released, or does not answer
+    /// although it was as wanted; `None` if it is in no such state.
+    pub since: Option<Millis>,
     pub state: State,
 }
 
@@ -239,6 +242,7 @@ impl Member {
             is_confirmed: false,
             expires: None,
             pause_us: None,
+            since: None,
             state: State::Pending,
         }
     }
@@ -264,6 +268,11 @@ impl Member {
             State::AsWanted { pause_us } => Some(pause_us),
             _ => self.pause_us,
         }
+    }
+
+    /// Returns whether the guest was as wanted, and does not answer any more.
+    pub fn is_unknown(&self) -> bool {
+        matches!(self.state, State::AsWanted { .. }) && self.since.is_some()
     }
 
     /// Returns whether the guest was asked for its release, and has lost its record of the claims.

@@ -6,6 +6,7 @@ mod events;
 mod gates;
 mod persons;
 mod standing;
+mod unknown;
 
 use super::*;
 

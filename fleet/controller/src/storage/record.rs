@@ -104,6 +104,8 @@ struct StoredMember {
     expires: Option<Millis>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pause_us: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    since: Option<Millis>,
     state: State,
 }
 
@@ -129,6 +131,7 @@ pub fn encode_member(member: &Member) -> Vec<u8> {
         is_confirmed: member.is_confirmed,
         expires: member.expires,
         pause_us: member.pause_us,
+        since: member.since,
         state: member.state.clone(),
     })
 }
@@ -151,6 +154,7 @@ pub fn decode_member(value: &[u8], sets: &KeySets) -> Result<Member, Unreadable>
         is_confirmed: member.is_confirmed,
         expires: member.expires,
         pause_us: member.pause_us,
+        since: member.since,
         state: member.state,
     })
 }

@@ -5,7 +5,7 @@ use patchbay_fleet::store::Store;
 use patchbay_fleet::store::registry::HostRecord;
 use patchbay_proto::fleet::v1;
 
-use super::fleet::{PATIENCE, ProcessFleet, spec};
+use super::fleet::{PATIENCE, ProcessFleet, Replica, spec};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn of_two_hosts_with_one_name_the_second_waits_for_the_first_to_go() {
@@ -68,6 +68,45 @@ async fn a_guest_that_changes_its_host_is_found_by_its_boot() {
     let mut notes = rollout.timeline.iter();
     let is_noted = notes.any(|entry| entry.text.contains("web-1 moved from host-1 to host-0"));
     assert!(is_noted, "{rollout:?}");
+}
+
+/// Checks a host that dies after its guest was changed. Its guest must not be shown as wanted.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_guests_of_a_host_that_has_died_are_unknown_until_it_is_back() {
+    let Some(mut fleet) = ProcessFleet::start(1, 2, 1, &[]).await else {
+        return;
+    };
+    let replica = fleet.replica("replica", &[]);
+    replica
+        .start("net", &spec("waves: [{size: rest}]"), 2)
+        .await;
+    replica.wait("net", v1::Phase::Completed).await;
+    fleet.hosts[1] = None;
+    let rollout = unknown(&replica, 1).await;
+    assert_eq!(rollout.waves[0].as_wanted, 1, "{rollout:?}");
+    let mut guests = rollout.guests.iter();
+    let guest = guests.find(|guest| guest.guest == "web-1");
+    let guest = guest.expect("a member");
+    assert_eq!(guest.phase(), v1::GuestPhase::Unknown, "{guest:?}");
+    assert!(guest.since.is_some(), "{guest:?}");
+    fleet.start_host(1);
+    let rollout = unknown(&replica, 0).await;
+    assert_eq!(rollout.waves[0].as_wanted, 2, "{rollout:?}");
+    assert_eq!(fleet.changes(1), [(0, 1)]);
+}
+
+/// Waits until this many guests of the first wave of "net" are unknown.
+async fn unknown(replica: &Replica, guests: u32) -> v1::Rollout {
+    let wanted = async {
+        loop {
+            let rollout = replica.wait("net", v1::Phase::Completed).await;
+            if rollout.waves[0].unknown == guests {
+                return rollout;
+            }
+        }
+    };
+    let wanted = tokio::time::timeout(PATIENCE, wanted).await;
+    wanted.expect("in time")
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -82,7 +82,8 @@ function showList() {
     setText(link.querySelector(".name"), one.name);
     setText(link.querySelector(".phase"), one.phase);
     setText(link.querySelector(".hint"), `${counts.as_wanted} of ${count(guests, "guest", "guests")} as wanted`);
-    setText(link.querySelector(".waits"), counts.not_yet ? ` · ${counts.not_yet} not yet` : "");
+    const waits = [[counts.not_yet, "not yet"], [counts.unknown, "unknown"]].filter(([number]) => number);
+    setText(link.querySelector(".waits"), waits.map(([number, what]) => ` · ${number} ${what}`).join(""));
     setText(link.querySelector(".needs"), one.needs ? `needs you: ${one.needs}` : "");
   });
 }

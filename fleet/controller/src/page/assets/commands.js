@@ -33,8 +33,8 @@ function effect(rollout, command) {
 }
 
 function backText(rollout) {
-  const { as_wanted, changing, not_yet } = rollout.counts;
-  return `Every change is undone, on all guests at once: ${count(as_wanted + changing + not_yet, "guest is", "guests are")} changed, or may be. The undo ends when each of them has confirmed it.`;
+  const { as_wanted, unknown, changing, not_yet } = rollout.counts;
+  return `Every change is undone, on all guests at once: ${count(as_wanted + unknown + changing + not_yet, "guest is", "guests are")} changed, or may be. The undo ends when each of them has confirmed it.`;
 }
 
 export function showCommands(rollout) {

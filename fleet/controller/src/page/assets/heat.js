@@ -17,14 +17,15 @@ const refresh = throttled(1000, async () => {
 });
 
 export function showHeat(state) {
-  const seen = `${state.observed} ${state.rollouts.map((one) => `${one.name} ${one.phase} ${one.counts.as_wanted}`).join()}`;
+  const seen = `${state.observed} ${state.rollouts.map((one) => `${one.name} ${one.phase} ${one.counts.as_wanted} ${one.counts.unknown}`).join()}`;
   if (state.leads && seen !== last) refresh();
   last = seen;
 }
 
 function show(heat) {
   byId("heat-table").classList.toggle("few", heat.hosts.length <= FEW);
-  const hosts = `${count(heat.total, "host", "hosts")}, ${heat.differing} with differences`;
+  const unknown = heat.unknown ? `, ${count(heat.unknown, "guest", "guests")} unknown` : "";
+  const hosts = `${count(heat.total, "host", "hosts")}, ${heat.differing} with differences${unknown}`;
   const page = heat.hosts.length < heat.total ? `; ${heat.from + 1} to ${heat.from + heat.hosts.length} are shown` : "";
   setText(byId("heat-summary"), heat.keys.length ? `${hosts}${page}` : "No rollout names a key yet.");
   pager(byId("heat-pager"), heat.from, heat.hosts.length, heat.total, (to) => { from = to; refresh(); });

@@ -3,7 +3,7 @@
 
 import { byId, clock, count, element, keyed, micros, seconds, setAttribute, setText } from "./dom.js";
 
-const PARTS = ["as_wanted", "adopted", "changing", "not_yet", "releasing", "released", "forgotten"];
+const PARTS = ["as_wanted", "unknown", "adopted", "changing", "not_yet", "releasing", "released", "forgotten"];
 
 export function showRollout(rollout, skew) {
   byId("rollout").hidden = !rollout;
@@ -27,9 +27,9 @@ function sentence(text) {
 
 /// Shows whether the guests are safe. The text must be clear without the colour.
 function showSafety(rollout) {
-  const { level, text } = rollout.safety;
+  const { level, text, since } = rollout.safety;
   setAttribute(byId("safety"), "data-level", level);
-  setText(byId("safety"), text);
+  setText(byId("safety"), since ? `${text} The first since ${clock(since)}.` : text);
 }
 
 function showFacts(rollout) {
@@ -82,7 +82,7 @@ function showWaves(rollout, skew) {
     setAttribute(track, "aria-valuenow", counts.as_wanted);
     setAttribute(track, "aria-label", `Wave ${wave.name}`);
     setAttribute(track, "aria-valuetext",
-      `${counts.as_wanted} of ${guests} as wanted, ${counts.not_yet} not yet, ${counts.releasing} being released, ${counts.released} released, ${counts.forgotten} forgotten, ${counts.adopted} adopted`);
+      `${counts.as_wanted} of ${guests} as wanted, ${counts.unknown} unknown, ${counts.not_yet} not yet, ${counts.releasing} being released, ${counts.released} released, ${counts.forgotten} forgotten, ${counts.adopted} adopted`);
     item.dataset.state = wave.state;
     showWhat(item.querySelector(".what"), wave, skew);
   });
@@ -91,6 +91,7 @@ function showWaves(rollout, skew) {
 function showWhat(target, wave, skew) {
   const { counts } = wave;
   const parts = [element("b", {}, String(counts.as_wanted)), ` of ${count(wave.guests, "guest", "guests")} on ${count(wave.hosts, "host", "hosts")} as wanted`];
+  if (counts.unknown) parts.push(" · ", element("span", { class: "doubt" }, `${counts.unknown} unknown`));
   if (counts.not_yet) parts.push(" · ", element("span", { class: "bad" }, `${counts.not_yet} not yet`));
   if (counts.releasing) parts.push(` · ${counts.releasing} being released`);
   if (counts.released) parts.push(` · ${counts.released} released`);

@@ -56,7 +56,8 @@ function showGuests(guests) {
     setText(state.firstElementChild, row.state);
     setAttribute(state.firstElementChild, "data-state", row.state);
     setText(pause, row.pause_us === null ? "" : micros(row.pause_us));
-    setText(why.querySelector(".text"), row.message || WAITS[row.state] || "");
+    const since = row.since ? `since ${clock(row.since)}: ` : "";
+    setText(why.querySelector(".text"), `${since}${row.message || WAITS[row.state] || ""}`);
     setAttribute(why.querySelector("button"), "aria-label", `Why is ${row.guest} on ${row.host} ${row.state}?`);
     if (open.has(item.dataset.key)) explain(item);
     else setReasons(item, null);

@@ -363,3 +363,16 @@ fn a_header_keeps_who_decided() {
     let read: Header = record::decode(&record::encode(&header)).expect("of this version");
     assert_eq!(read, header);
 }
+
+/// Checks that the next leader knows since when a guest does not answer.
+#[test]
+fn a_member_keeps_since_when_it_is_unknown() {
+    let mut member = rollout("net", 1, 1).members()[0].clone();
+    member.state = State::AsWanted { pause_us: 41 };
+    member.since = Some(3000);
+    let mut sets = KeySets::default();
+    sets.shared(Arc::clone(&member.plan.set));
+    let read = record::decode_member(&record::encode_member(&member), &sets);
+    assert!(read.as_ref().is_ok_and(Member::is_unknown), "{read:?}");
+    assert_eq!(read, Ok(member));
+}
