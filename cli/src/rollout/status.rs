@@ -83,8 +83,9 @@ impl<'r> Status<'r> {
         let is_current = matches!(self.rollout.phase.as_str(), "running" | "paused")
             && index == self.rollout.wave as usize;
         let mut text = format!(
-            "{} wave {}: {} of {} as wanted, {} not yet",
+            "{} {} wave {}: {} of {} as wanted, {} not yet",
             if is_current { ">" } else { " " },
+            branch(index + 1 == self.rollout.waves.len()),
             wave.name,
             wave.as_wanted,
             guests_on_hosts(wave),
@@ -155,7 +156,9 @@ impl<'r> Status<'r> {
 
     fn guests(&self, text: &mut String) {
         if self.is_wide {
-            let mut rows = Rows::new(&["GUEST", "HOST", "WAVE", "STATE", "KEYS", "PAUSE", "WHY"]);
+            let mut rows = Rows::new(&[
+                "GUEST", "HOST", "WAVE", "STATE", "KEYS", "PAUSE", "SINCE", "WHY",
+            ]);
             for guest in &self.rollout.guests {
                 let wave = match guest.phase.as_str() {
                     "skipped" => None,
@@ -169,22 +172,50 @@ impl<'r> Status<'r> {
                     guest.phase.clone(),
                     guest.keys.to_string(),
                     or_dash(&pause.unwrap_or_default()).to_owned(),
+                    guest
+                        .since
+                        .map_or("-".to_owned(), |since| since.to_string()),
                     or_dash(&guest.message).to_owned(),
                 ]);
             }
             *text += &rows.text();
-            return;
         }
-        let waits_for = self.rollout.guests.iter().filter(|guest| guest.is_late());
-        for guest in waits_for.clone().take(SHOWN_GUESTS) {
+    }
+
+    /// Adds the guests of a wave for which the rollout waits, below the line of the wave. `shown` is
+    /// the number of guests that may still be shown.
+    fn troubled(&self, index: usize, shown: &mut usize, text: &mut String) {
+        let is_troubled = |guest: &&RolloutGuest| {
+            guest.wave as usize == index && (guest.is_late() || guest.is_unknown())
+        };
+        let troubled: Vec<&RolloutGuest> = self.rollout.guests.iter().filter(is_troubled).collect();
+        let named = troubled.len().min(*shown);
+        *shown -= named;
+        let mut lines: Vec<String> = Vec::new();
+        for guest in &troubled[..named] {
             let (phase, name, host, why) =
                 (&guest.phase, &guest.guest, &guest.host, &guest.message);
-            let _ = writeln!(text, "  {phase}: {name} on {host}: {why}");
+            let since = guest.since.map(|since| format!(" since {since}"));
+            let since = since.unwrap_or_default();
+            lines.push(format!("{phase}{since}: {name} on {host}: {why}"));
         }
-        let more = waits_for.skip(SHOWN_GUESTS).count();
-        if more > 0 {
-            let _ = writeln!(text, "  and {more} more");
+        if troubled.len() > named {
+            lines.push(format!("and {} more", troubled.len() - named));
         }
+        let is_last_wave = index + 1 == self.rollout.waves.len();
+        let trunk = if is_last_wave { " " } else { "│" };
+        for (index, line) in lines.iter().enumerate() {
+            let branch = branch(index + 1 == lines.len());
+            let _ = writeln!(text, "  {trunk}  {branch} {line}");
+        }
+    }
+}
+
+/// Returns the beginning of a line in a tree.
+fn branch(is_last: bool) -> &'static str {
+    match is_last {
+        true => "└─",
+        false => "├─",
     }
 }
 
@@ -204,8 +235,13 @@ impl Printable for Status<'_> {
             );
         }
         self.keys(&mut text);
+        // The wide status has all guests in a table.
+        let mut shown = SHOWN_GUESTS;
         for (index, wave) in rollout.waves.iter().enumerate() {
             let _ = writeln!(text, "{}", self.wave(index, wave));
+            if !self.is_wide {
+                self.troubled(index, &mut shown, &mut text);
+            }
         }
         if matches!(rollout.phase.as_str(), "planned" | "running" | "paused") {
             for (index, gate) in rollout.gates.iter().enumerate() {
@@ -283,5 +319,83 @@ fn lasting(seconds: i64) -> String {
         (0, _) => format!("{minutes}m {rest}s"),
         (1..48, _) => format!("{hours}h {minutes}m"),
         _ => counted(u64::try_from(hours / 24).unwrap_or(0), "day"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use patchbay_proto::fleet::v1;
+
+    use super::*;
+
+    fn guest(name: &str, wave: u32, phase: v1::GuestPhase, since: Option<i64>) -> v1::RolloutGuest {
+        v1::RolloutGuest {
+            host: "h".to_owned(),
+            guest: name.to_owned(),
+            wave,
+            phase: phase.into(),
+            message: "why".to_owned(),
+            since: since.map(|seconds| prost_types::Timestamp { seconds, nanos: 0 }),
+            ..v1::RolloutGuest::default()
+        }
+    }
+
+    fn wave(name: &str) -> v1::Wave {
+        v1::Wave {
+            name: name.to_owned(),
+            guests: 3,
+            hosts: 1,
+            unknown: 1,
+            ..v1::Wave::default()
+        }
+    }
+
+    #[test]
+    fn the_waves_are_a_tree_with_the_guests_that_the_rollout_waits_for() {
+        use v1::GuestPhase::{AsWanted, NotYet, Pending, Releasing, Unknown};
+        let releasing = v1::RolloutGuest {
+            message: String::new(),
+            ..guest("e", 1, Releasing, None)
+        };
+        let rollout = v1::Rollout {
+            name: "net".to_owned(),
+            phase: v1::Phase::Running.into(),
+            wave: 1,
+            waves: vec![wave("canary"), wave("all")],
+            guests: vec![
+                guest("a", 0, Unknown, Some(60)),
+                guest("b", 0, NotYet, None),
+                guest("c", 0, AsWanted, None),
+                guest("d", 1, Pending, None),
+                releasing,
+                guest("f", 1, Releasing, Some(3600)),
+            ],
+            ..v1::Rollout::default()
+        };
+        let rollout = Rollout::from(rollout);
+        let text = Status::now(&rollout, false).table();
+        let tree = "  ├─ wave canary: 0 of 3 guests on 1 host as wanted, 0 not yet, 1 unknown\n  \
+                    │  ├─ unknown since 1970-01-01T00:01:00Z: a on h: why\n  \
+                    │  └─ not yet: b on h: why\n\
+                    > └─ wave all: 0 of 3 guests on 1 host as wanted, 0 not yet, 1 unknown, 2 being \
+                    released\n     \
+                    └─ releasing since 1970-01-01T01:00:00Z: f on h: why\n";
+        assert!(text.contains(tree), "{text}");
+        let wide = Status::now(&rollout, true).table();
+        assert!(!wide.contains("unknown since"), "{wide}");
+        assert!(wide.contains("1970-01-01T00:01:00Z"), "{wide}");
+    }
+
+    #[test]
+    fn a_tree_of_many_guests_is_cut() {
+        let guests = |wave| (0..15).map(move |_| guest("g", wave, v1::GuestPhase::NotYet, None));
+        let rollout = Rollout::from(v1::Rollout {
+            waves: vec![wave("one"), wave("two")],
+            guests: guests(0).chain(guests(1)).collect(),
+            ..v1::Rollout::default()
+        });
+        let text = Status::now(&rollout, false).table();
+        assert_eq!(text.matches("not yet: g on h").count(), SHOWN_GUESTS);
+        assert!(text.contains("     └─ and 10 more\n"), "{text}");
     }
 }

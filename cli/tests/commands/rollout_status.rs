@@ -23,7 +23,7 @@ fn a_status_says_which_gate_is_closed_and_what_a_promotion_skips() {
         "  keys wanted on: alpha\n",
         "  gate 1, max_errors 0% of the wave's guests: passes so far\n",
         "  gate 2, grpc http://127.0.0.1:1: CLOSED: ",
-        "> wave 1: 1 of 1 guest on 1 host as wanted, 0 not yet\n",
+        "> └─ wave 1: 1 of 1 guest on 1 host as wanted, 0 not yet\n",
         "  next: `rollout undo net` takes the change of 1 guest back\n",
         "  next: `rollout promote net` completes the rollout at once, and SKIPS the closed gate 2\n",
     ] {
@@ -121,7 +121,7 @@ fn a_status_counts_the_bake_time_down() {
         line.starts_with("  it bakes wave 1: ") && line.contains(" of 1h 0m have passed, "),
         "{shown}"
     );
-    let wave = shown.lines().find(|line| line.starts_with("> wave 1"));
+    let wave = shown.lines().find(|line| line.starts_with("> └─ wave 1"));
     let wave = wave.expect("its line");
     assert!(
         wave.contains("; it bakes until 20") && wave.ends_with(" left"),

@@ -131,6 +131,16 @@ fn wave<'m>(header: &Header, wave: &Wave, members: impl Iterator<Item = &'m Memb
 /// The reason why the state of a guest is unknown.
 pub const UNANSWERED: &str = "it was as wanted, and does not answer";
 
+/// Returns the reason why the member is left out, unknown, not yet as wanted, or not yet released;
+/// empty if there is none.
+pub fn message(member: &Member) -> &str {
+    match &member.state {
+        State::Skipped { why } | State::Releasing { why } => why,
+        _ if member.is_unknown() => UNANSWERED,
+        state => state.late().unwrap_or_default(),
+    }
+}
+
 pub fn guest(header: &Header, index: usize, member: &Member) -> v1::RolloutGuest {
     let wave = header.wave_of(index);
     let is_over = header.phase.reverts() || header.phase == Phase::Completed;

@@ -71,13 +71,6 @@ pub fn guests(rollout: &Rollout, wanted: &Wanted<'_>, policy: &Policy, principal
 fn row(rollout: &Rollout, index: usize, member: &Member) -> GuestRow {
     let header = rollout.header();
     let wave = header.wave_of(index).map(|wave| &header.waves[wave]);
-    let message = match &member.state {
-        State::Skipped { why } | State::NotYet { why, .. } | State::Releasing { why } => {
-            why.clone()
-        }
-        _ if member.is_unknown() => view::UNANSWERED.to_owned(),
-        _ => String::new(),
-    };
     GuestRow {
         index,
         host: member.host.clone(),
@@ -85,7 +78,7 @@ fn row(rollout: &Rollout, index: usize, member: &Member) -> GuestRow {
         wave: wave.map(|wave| wave.name.clone()),
         state: guest_state(member),
         since: member.since,
-        message,
+        message: view::message(member).to_owned(),
         pause_us: member.pause(),
         predicted_pause_us: member.plan.predicted_pause_us,
     }

@@ -18,11 +18,14 @@ use crate::rollout::{
 };
 use crate::runner::{Running, now};
 use crate::storage::Unreadable;
+use crate::view;
 
 /// The maximum number of rollouts in the list, the newest first.
 const MAX_ROLLOUTS: usize = 200;
 /// The maximum number of entries of the timeline, the newest first.
 const MAX_ENTRIES: usize = 100;
+/// The maximum number of guests that are named below the waves.
+const MAX_TROUBLED: usize = 20;
 /// Upper bounds of the buckets of the histogram of pauses, in microseconds. The last bucket has no
 /// upper bound and is not listed.
 const BOUNDS_US: [u64; 18] = [
@@ -105,6 +108,20 @@ struct WaveView {
     predicted_pause_us: u64,
     bake_ms: u64,
     bakes_until: Option<Millis>,
+    /// The first guests of the wave that are unknown, not yet as wanted, or cannot be released.
+    troubled: Vec<Troubled>,
+    /// The number of such guests that are not among them.
+    more_troubled: usize,
+}
+
+/// A guest for which the rollout waits although its wave has changed it, or has tried to.
+#[derive(Serialize)]
+struct Troubled {
+    guest: String,
+    host: String,
+    state: &'static str,
+    since: Option<Millis>,
+    message: String,
 }
 
 /// Statistics of the times for which changes have stopped guests.
@@ -216,6 +233,7 @@ fn detail(
     let header = rollout.header();
     let hidden = sight.hidden(rollout);
     let waves = header.waves.iter().enumerate();
+    let mut named = MAX_TROUBLED;
     let frozen = header.policy.frozen(now());
     Some(Detail {
         name: header.name.clone(),
@@ -228,7 +246,7 @@ fn detail(
         approvals_needed: approvals_needed(policy, rollout),
         counts: Counts::of(sight.of(rollout.members())),
         waves: waves
-            .map(|(index, _)| wave(header, index, rollout.members(), sight))
+            .map(|(index, _)| wave(header, index, rollout.members(), sight, &mut named))
             .collect(),
         pauses: pauses(header, sight.of(rollout.members())),
         frozen: frozen.map(|freeze| freeze.reason.clone()),
@@ -256,7 +274,14 @@ fn hosts<'m>(members: impl Iterator<Item = &'m Member>) -> usize {
     hosts.collect::<std::collections::HashSet<&str>>().len()
 }
 
-fn wave(header: &Header, index: usize, members: &[Member], sight: &Sight<'_>) -> WaveView {
+/// Returns the view of a wave. `named` is the number of guests that may still be named.
+fn wave(
+    header: &Header,
+    index: usize,
+    members: &[Member],
+    sight: &Sight<'_>,
+    named: &mut usize,
+) -> WaveView {
     let wave = &header.waves[index];
     let members = sight.of(&members[wave.members()]);
     let members: Vec<&Member> = members
@@ -265,6 +290,22 @@ fn wave(header: &Header, index: usize, members: &[Member], sight: &Sight<'_>) ->
     let hosts: std::collections::HashSet<&str> =
         members.iter().map(|member| member.host.as_str()).collect();
     let predicted = members.iter().map(|member| member.plan.predicted_pause_us);
+    let is_troubled = |member: &&&Member| {
+        member.is_unknown() || member.state.is_late() || member.state.is_stuck()
+    };
+    let all_troubled = members.iter().filter(is_troubled);
+    let count = all_troubled.clone().count();
+    let troubled: Vec<Troubled> = all_troubled
+        .take(*named)
+        .map(|member| Troubled {
+            guest: member.guest.clone(),
+            host: member.host.clone(),
+            state: guest_state(member),
+            since: member.since,
+            message: view::message(member).to_owned(),
+        })
+        .collect();
+    *named -= troubled.len();
     let is_current = index == header.wave;
     let state = match header.phase {
         _ if index < header.wave => "done",
@@ -283,6 +324,8 @@ fn wave(header: &Header, index: usize, members: &[Member], sight: &Sight<'_>) ->
         predicted_pause_us: predicted.max().unwrap_or(0),
         bake_ms: wave.bake_ms,
         bakes_until: wave.bakes_until.filter(|_| state == "baking"),
+        more_troubled: count - troubled.len(),
+        troubled,
     }
 }
 

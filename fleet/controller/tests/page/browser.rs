@@ -81,12 +81,16 @@ impl Browser {
         for domain in ["Page", "Runtime", "Log", "Network"] {
             browser.call(&format!("{domain}.enable"), json!({})).await;
         }
+        browser.resize(width, height).await;
+        browser
+    }
+
+    /// Sets the size of the window.
+    pub async fn resize(&mut self, width: u32, height: u32) {
         let metrics =
             json!({ "width": width, "height": height, "deviceScaleFactor": 1, "mobile": false });
-        browser
-            .call("Emulation.setDeviceMetricsOverride", metrics)
+        self.call("Emulation.setDeviceMetricsOverride", metrics)
             .await;
-        browser
     }
 
     /// Calls a method and returns its result.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests that the page and the metrics agree on guests that do not answer any more.
 
-use patchbay_fleet::rollout::{Member, Phase};
+use patchbay_fleet::rollout::{Member, Phase, Stage};
 use patchbay_fleet::runner::{Command, Running};
 use patchbay_fleet::scrape;
 use serde_json::json;
@@ -57,10 +57,57 @@ async fn a_guest_that_does_not_answer_is_unknown_everywhere() {
     ] {
         browser.wait(&text(id, part)).await;
     }
+    // It is named below its wave.
+    let below = "document.querySelector('#waves .troubled li').textContent";
+    let named = browser.evaluate(below).await;
+    let named = named.as_str().expect("a text");
+    assert!(
+        named.starts_with("unknown web-3 on host-1 since 20")
+            && named.ends_with(": it was as wanted, and does not answer"),
+        "{named}"
+    );
     browser
         .wait("document.getElementById('safety').dataset.level === 'attention'")
         .await;
     browser.picture("unknown").await;
+    assert_eq!(browser.complaints(&url), Vec::<String>::new());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn waves_are_as_wide_as_their_guests_and_name_those_that_wait() {
+    let Some(program) = program() else { return };
+    let fleet = Fleet::start(1, 4).await;
+    let replica = fleet.replica("one");
+    let waves = "waves: [{name: canary, size: 1, bake: 1h}, {name: all, size: rest}]";
+    let waits = "gates: [{agent_health: {max_new_warnings: 0}, on_failure: abort}]";
+    let running = replica
+        .start("net", &spec(&format!("{waves}\n{waits}")))
+        .await;
+    // The canary has no agent to observe, so it is not changed.
+    wait_for(&running, |phase| phase == Phase::Running(Stage::Baking)).await;
+    let (url, _serving) = serve(&replica.controller, None).await;
+    let mut browser = Browser::start(&program, 1280, 900).await;
+    browser.open(&url).await;
+    browser.wait(&text("waves", "1 not yet")).await;
+    for width in [1280, 390] {
+        browser.resize(width, 900).await;
+        let widths = "[...document.querySelectorAll('#waves .track')].map((one) => one.getBoundingClientRect().width)";
+        let widths = browser.evaluate(widths).await;
+        let width = |index: usize| widths[index].as_f64().expect("a number");
+        let ratio = width(1) / width(0);
+        assert!((ratio - 3.0).abs() < 0.1, "{widths}");
+    }
+    let below = "[...document.querySelectorAll('#waves > li')].map((one) => one.querySelector('.troubled').textContent)";
+    let below = browser.evaluate(below).await;
+    let named = below[0].as_str().expect("a text");
+    assert!(
+        named.starts_with("not yet web-0 on host-0 since 20") && named.contains("agent"),
+        "{named}"
+    );
+    assert_eq!(below[1], "");
+    let since = "document.querySelector('#guests-rows .text').textContent.startsWith('since 20')";
+    browser.wait(since).await;
+    browser.picture("waves").await;
     assert_eq!(browser.complaints(&url), Vec::<String>::new());
 }
 

@@ -68,12 +68,15 @@ function showWaves(rollout, skew) {
     const track = element("div", { class: "track", role: "progressbar", "aria-valuemin": 0 });
     track.append(...PARTS.map((part) => element("span", { "data-part": part })));
     track.append(element("span", { "data-part": "pending" }));
-    return element("li", {}, element("span", { class: "name" }), track, element("span", { class: "what" }));
+    const bar = element("div", { class: "bar-of" }, track);
+    return element("li", {}, element("span", { class: "name" }), bar, element("span", { class: "what" }), element("ul", { class: "troubled" }));
   };
+  const most = Math.max(1, ...waves.map((wave) => wave.guests));
   keyed(byId("waves"), waves, (wave) => wave.index, create, (item, wave) => {
     const { counts, guests } = wave;
     setText(item.querySelector(".name"), wave.name);
     const track = item.querySelector(".track");
+    track.style.width = `${(100 * guests) / most}%`;
     for (const part of PARTS) {
       track.querySelector(`[data-part=${part}]`).style.flexGrow = counts[part];
     }
@@ -85,6 +88,21 @@ function showWaves(rollout, skew) {
       `${counts.as_wanted} of ${guests} as wanted, ${counts.unknown} unknown, ${counts.not_yet} not yet, ${counts.releasing} being released, ${counts.released} released, ${counts.forgotten} forgotten, ${counts.adopted} adopted`);
     item.dataset.state = wave.state;
     showWhat(item.querySelector(".what"), wave, skew);
+    showTroubled(item.querySelector(".troubled"), wave);
+  });
+}
+
+/// Shows the guests below their wave for which the rollout waits, since when, and why.
+function showTroubled(target, wave) {
+  const more = { host: "", guest: "", more: wave.more_troubled };
+  const items = wave.more_troubled ? [...wave.troubled, more] : wave.troubled;
+  const create = () => element("li", {}, element("b", { class: "state" }), element("span"));
+  keyed(target, items, (one) => `${one.host} ${one.guest}`, create, (item, one) => {
+    const since = one.since ? ` since ${clock(one.since)}` : "";
+    const text = one.more ? `and ${one.more} more` : ` ${one.guest} on ${one.host}${since}: ${one.message}`;
+    setText(item.firstElementChild, one.more ? "" : one.state);
+    setAttribute(item.firstElementChild, "data-state", one.more ? "" : one.state);
+    setText(item.lastElementChild, text);
   });
 }
 
