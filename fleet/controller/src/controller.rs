@@ -59,6 +59,8 @@ pub struct Controller {
     changes: watch::Sender<u64>,
     metrics: Metrics,
     webhooks: Vec<Webhook>,
+    /// No other replica can use the store.
+    is_alone: bool,
 }
 
 /// The state that only the leader has.
@@ -111,6 +113,7 @@ impl Controller {
             changes: watch::Sender::new(0),
             metrics: Metrics::default(),
             webhooks: vec![],
+            is_alone: false,
         })
     }
 
@@ -119,6 +122,36 @@ impl Controller {
     pub fn delivering_to(mut self, webhooks: Vec<Webhook>) -> Self {
         self.webhooks = webhooks;
         self
+    }
+
+    /// Declares that no other replica can use the store.
+    #[must_use]
+    pub fn alone(mut self) -> Self {
+        self.is_alone = true;
+        self
+    }
+
+    /// Returns why a call is refused while this replica does not lead, and the leader's address if
+    /// it is known.
+    pub fn why_not_leading(&self) -> (String, Option<String>) {
+        if self.is_alone {
+            let seconds = self.config.lease_ttl.as_secs();
+            let why = format!(
+                "this controller does not lead yet, because its previous run was killed and the \
+                 lease of that run has not ended; try again within {seconds} s"
+            );
+            return (why, None);
+        }
+        match self.leader_address() {
+            Some(address) => {
+                let why = format!("this replica does not lead; the leader is at {address}");
+                (why, Some(address))
+            }
+            None => {
+                let why = "this replica does not lead; try again, or try another replica";
+                (why.to_owned(), None)
+            }
+        }
     }
 
     /// Returns the leader's state; `None` while this replica does not lead.

@@ -294,7 +294,10 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     let webhooks = webhooks
         .transpose()
         .context("the webhooks cannot be used")?;
-    let controller = Controller::new(config, store)?;
+    let mut controller = Controller::new(config, store)?;
+    if arguments.standalone {
+        controller = controller.alone();
+    }
     let controller = Arc::new(controller.delivering_to(webhooks.unwrap_or_default()));
     if arguments.adopt_unsigned_records {
         return adopt(&controller).await;

@@ -5,6 +5,7 @@
 
 mod processes {
     mod access;
+    mod alone;
     mod bad_input;
     mod children;
     mod etcd;

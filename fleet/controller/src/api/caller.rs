@@ -139,14 +139,10 @@ fn denied(principal: &str, why: &str) -> Status {
 
 /// Creates the error of a replica that does not lead. Its details contain the leader's address.
 pub fn not_leading(controller: &Controller) -> Status {
-    let code = Code::Unavailable;
-    let Some(address) = controller.leader_address() else {
-        let message = "this replica does not lead; try again, or try another replica";
-        return status(code, "NOT_LEADER", message, HashMap::new());
-    };
-    let message = format!("this replica does not lead; the leader is at {address}");
-    let metadata = HashMap::from([("leader".to_owned(), address)]);
-    status(code, "NOT_LEADER", message, metadata)
+    let (why, leader) = controller.why_not_leading();
+    let leader = leader.map(|address| ("leader".to_owned(), address));
+    let metadata = leader.into_iter().collect();
+    status(Code::Unavailable, "NOT_LEADER", why, metadata)
 }
 
 fn status(

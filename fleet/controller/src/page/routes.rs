@@ -210,7 +210,7 @@ async fn respond(
 
 fn leads(shared: &Shared) -> Result<Arc<Leadership>, Refused> {
     shared.controller.leadership().ok_or_else(|| {
-        let why = "this replica does not lead; open the page of another";
+        let (why, _) = shared.controller.why_not_leading();
         Refused::new(StatusCode::SERVICE_UNAVAILABLE, why)
     })
 }

@@ -38,6 +38,8 @@ pub struct Page {
     pub principal: String,
     pub now: Millis,
     pub leads: bool,
+    /// The reason why this replica does not lead; empty if it does.
+    pub why_not: String,
     /// The time of the latest results of the sweeps over the guests' keys.
     pub observed: Millis,
     pub rollouts: Vec<Summary>,
@@ -192,6 +194,10 @@ pub fn page(shared: &Shared, principal: &str, rollout: Option<&str>) -> Page {
         principal: principal.to_owned(),
         now: now(),
         leads: leads.is_some(),
+        why_not: match leads {
+            Some(_) => String::new(),
+            None => shared.controller.why_not_leading().0,
+        },
         observed: shared.heat.borrow().at,
         rollouts: all
             .iter()

@@ -41,7 +41,7 @@ function follow() {
 
 function live(is) {
   const lost = refusal ? `not allowed any more: ${refusal}` : "connection lost, trying again";
-  const text = is ? (state && !state.leads ? "another replica leads" : "live") : lost;
+  const text = is ? (state && !state.leads ? "not leading" : "live") : lost;
   setText(byId("live"), text);
   setAttribute(byId("live"), "data-live", is ? "yes" : "no");
 }
@@ -51,7 +51,7 @@ function show() {
   const notice = byId("notice");
   notice.hidden = state.leads && state.unreadable.length === 0;
   const unreadable = state.unreadable.map((one) => `Rollout ${one.name} cannot be read and stands: ${one.why}.`).join(" ");
-  setText(notice, state.leads ? unreadable : "This replica of the controller does not lead. Open the page of the replica that does.");
+  setText(notice, state.leads ? unreadable : `No rollouts are shown: ${state.why_not}.`);
   // If no rollout is chosen, the newest is shown.
   if (!state.rollout && !chosen() && state.rollouts.length > 0) {
     history.replaceState(null, "", `#rollout=${encodeURIComponent(state.rollouts[0].name)}`);
