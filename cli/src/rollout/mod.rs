@@ -3,6 +3,7 @@
 
 pub mod args;
 mod diff;
+mod history;
 mod print;
 pub mod replicas;
 mod status;
@@ -111,7 +112,7 @@ async fn run_at(
         }
         (RolloutCommand::History { rollout }, _) => {
             let rollout = controller.get(rollout).await?;
-            print(output, &rollout.timeline)?;
+            print(output, &history::History::from(rollout.timeline))?;
         }
         (
             RolloutCommand::Explain {

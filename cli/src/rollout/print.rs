@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
 use super::view::{
-    Deleted, DriftReport, Explanation, Host, LeftOutKeys, ReviewedRollout, Rollout, TimelineEntry,
-    UNREADABLE, Wave,
+    Deleted, DriftReport, Explanation, Host, LeftOutKeys, ReviewedRollout, Rollout, UNREADABLE,
+    Wave,
 };
 use crate::print::{Printable, Rows, counted, or_dash};
 
@@ -194,29 +194,6 @@ impl Printable for Vec<Rollout> {
     }
 }
 
-impl Printable for Vec<TimelineEntry> {
-    fn rows(&self) -> Rows {
-        let mut rows = Rows::new(&["TIME", "WHO", "PHASE", "WHAT"]);
-        for entry in self {
-            let who = match entry.principal.as_str() {
-                "" => "controller",
-                principal => principal,
-            };
-            rows.push([
-                entry.time.to_string(),
-                who.to_owned(),
-                or_dash(&entry.phase).to_owned(),
-                entry.text.clone(),
-            ]);
-        }
-        rows
-    }
-
-    fn names(&self) -> Vec<&str> {
-        vec![]
-    }
-}
-
 impl Printable for Deleted {
     fn table(&self) -> String {
         let (rollout, archived) = (&self.rollout, &self.archived);
@@ -319,5 +296,95 @@ impl Printable for Vec<Host> {
 
     fn names(&self) -> Vec<&str> {
         self.iter().map(|host| host.name.as_str()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use patchbay_proto::fleet::v1;
+
+    use super::*;
+
+    fn planned(rollout: v1::Rollout) -> String {
+        let rollout = v1::Rollout {
+            name: "net".to_owned(),
+            phase: v1::Phase::Planned.into(),
+            digest: "abc".to_owned(),
+            ..rollout
+        };
+        ReviewedRollout(Rollout::from(rollout)).table()
+    }
+
+    fn guest(name: String) -> v1::RolloutGuest {
+        v1::RolloutGuest {
+            host: "h".to_owned(),
+            guest: name,
+            ..v1::RolloutGuest::default()
+        }
+    }
+
+    #[test]
+    fn a_plan_shows_tracepoints_and_the_guarded_keys_that_it_claims() {
+        let event = |number: u32| format!("sched:e{number:02}");
+        let [mut one, mut other] = ["a", "b"].map(|name| guest(name.to_owned()));
+        one.tracepoints = (0..15).map(event).collect();
+        other.tracepoints = (10..25).map(event).collect();
+        let guarded = |key: &str, advice: &str| v1::GuardedKey {
+            key: key.to_owned(),
+            advice: advice.to_owned(),
+        };
+        let text = planned(v1::Rollout {
+            guests: vec![one, other],
+            guarded: vec![guarded("one", "it needs a restart"), guarded("two", "")],
+            ..v1::Rollout::default()
+        });
+        let events: Vec<String> = (0..20).map(event).collect();
+        for line in [
+            &format!("  tracepoints: {} and 5 more\n", events.join(", ")),
+            "  GUARDED key one is claimed: it needs a restart\n",
+            "  GUARDED key two is claimed: only the guest knows what else depends on it\n",
+            "start it with: patchbay rollout start net --digest abc\n",
+        ] {
+            assert!(text.contains(line), "{line} in {text}");
+        }
+        let none = planned(v1::Rollout::default());
+        assert!(!none.contains("tracepoints") && !none.contains("GUARDED"));
+    }
+
+    #[test]
+    fn a_plan_shows_what_it_leaves_out_and_why() {
+        let left_out = |reason: &str, count: u32, names: &[&str]| v1::LeftOutKeys {
+            reason: reason.to_owned(),
+            count,
+            names: names.iter().map(|name| (*name).to_owned()).collect(),
+        };
+        let skipped = |index: usize| v1::RolloutGuest {
+            phase: v1::GuestPhase::Skipped.into(),
+            message: "no such key".to_owned(),
+            ..guest(format!("g{index:02}"))
+        };
+        let mut guests: Vec<v1::RolloutGuest> = (0..22).map(skipped).collect();
+        guests[0].left_out = vec![left_out("KEY_GUARDED", 1, &["a"])];
+        guests[1].left_out = vec![
+            left_out("KEY_GUARDED", 12, &["a", "b"]),
+            left_out("KEY_SEALED", 1, &["c"]),
+            left_out("KEY_NEVER", 1, &["d"]),
+        ];
+        let text = planned(v1::Rollout {
+            guests,
+            approvals_needed: 3,
+            ..v1::Rollout::default()
+        });
+        for line in [
+            "  not claimed, guarded: a, b and 10 more\n",
+            "  not claimed, sealed: c\n",
+            "  not claimed, never changed: d\n",
+            "  not touched: g19 on h: no such key\n",
+            "  not touched: 2 more guests\n",
+            "2 others approve it with: patchbay rollout approve net --digest abc\n",
+        ] {
+            assert!(text.contains(line), "{line} in {text}");
+        }
+        assert!(!text.contains("g20"), "{text}");
     }
 }

@@ -54,7 +54,7 @@ fn a_status_says_which_gate_is_closed_and_what_a_promotion_skips() {
         .skip(1)
         .map(|line| {
             let mut words = line.split_whitespace();
-            let time = words.next().expect("a time");
+            let time = words.nth(1).expect("a time");
             assert!(time.ends_with('Z'), "{line}");
             let (by, phase) = (words.next().expect("who"), words.next().expect("a phase"));
             let by = if by == who { "me" } else { by };
@@ -75,10 +75,15 @@ fn a_status_says_which_gate_is_closed_and_what_a_promotion_skips() {
     let json = fleet.json(&fleet.words(&["history", "net"]));
     assert_eq!(json[3]["subject"], "gate closed", "{json}");
     assert_eq!(json[3]["number"], 4, "{json}");
+    let names = fleet.ok(&fleet.words(&["history", "net", "-o", "name"]));
+    let numbers: Vec<String> = (1..=expected.len())
+        .map(|number| number.to_string())
+        .collect();
+    assert_eq!(names.lines().collect::<Vec<_>>(), numbers);
     // The table has the same times.
     let times = history.lines().skip(1);
     let times: Vec<&str> = times
-        .filter_map(|line| line.split_whitespace().next())
+        .filter_map(|line| line.split_whitespace().nth(1))
         .collect();
     let of = |entry: &Value| entry["time"].as_str().map(str::to_owned);
     let in_json: Option<Vec<String>> = json.as_array().expect("a list").iter().map(of).collect();
