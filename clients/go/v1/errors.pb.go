@@ -83,8 +83,12 @@ const (
 	ErrorReason_ERROR_REASON_MONITOR_UNREACHABLE ErrorReason = 29
 	// UNKNOWN. The host lost the guest's monitor during the call.
 	ErrorReason_ERROR_REASON_MONITOR_LOST ErrorReason = 30
-	// FAILED_PRECONDITION. The guest cannot be saved: its monitor saves no snapshots, its state or its
-	// holds and claims do not fit into one, or the client did not take the snapshot in time.
+	// FAILED_PRECONDITION. The guest cannot be saved. Its monitor saves no snapshots; its state or its
+	// holds and claims do not fit into one; a vCPU has not started or has ended, runs virtual machines
+	// of its own, or has a state that KVM does not report; the host has not finished a request of a
+	// device, or could not copy the memory; a change of its keys could not be undone completely; its
+	// kernel registered or withdrew keys each time; keys with holds or claims would have other names
+	// in a copy; or the client did not take the snapshot in time. The message has the next step.
 	ErrorReason_ERROR_REASON_NOT_SAVED ErrorReason = 31
 	// NOT_FOUND. No key has the name. The metadata "near" lists similar names.
 	ErrorReason_ERROR_REASON_KEY_NOT_FOUND ErrorReason = 40
