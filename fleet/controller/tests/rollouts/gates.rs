@@ -93,6 +93,35 @@ async fn warnings_since_the_wave_began_take_it_back() {
     assert!(is_named, "{timeline:?}");
 }
 
+/// Checks `max_unhealthy`, which is a share of the wave's guests and not a number.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_share_of_the_guests_may_be_unhealthy() {
+    let fleet = Fleet::start(1, 4).await;
+    let replica = fleet.replica("one");
+    let agents = agents(&fleet);
+    wait_for_agents(&replica, 4).await;
+    let text = spec(
+        "waves: [{name: all, size: rest}]\n\
+         gates: [{agent_health: {max_new_warnings: 0, max_unhealthy: 25}, on_failure: abort}]",
+    );
+    // These kernels warn between the query before the change and the one of the gate.
+    agents[0].warnings_later(1);
+    let running = replica.start("one-of-four", &text).await;
+    assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
+    tell(&running, Command::Undo).await;
+    wait_for(&running, |phase| matches!(phase, Phase::Ended(_))).await;
+    agents[0].warnings_later(2);
+    agents[3].warnings_later(1);
+    let running = replica.start("two-of-four", &text).await;
+    let aborted = Phase::Ended(End::Aborted);
+    assert_eq!(wait_for(&running, is_over).await, aborted);
+    let timeline = running.rollout().header().timeline.clone();
+    let expected = "2 of the wave's 4 changed guests are not healthy; the first is web-0";
+    let is_named = timeline.iter().any(|entry| entry.text.contains(expected));
+    assert!(is_named, "{timeline:?}");
+    assert_eq!(fleet.counts("alpha"), [0; 4]);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_guest_whose_agent_is_silent_is_changed_once_it_reports() {
     let fleet = Fleet::start(1, 1).await;
