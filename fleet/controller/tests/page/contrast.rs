@@ -95,6 +95,7 @@ fn bars_and_the_borders_of_cells_have_a_contrast_of_at_least_3() {
             "not-yet",
             "released",
             "forgotten",
+            "warn",
             "dim",
             "edge",
             "differs",
