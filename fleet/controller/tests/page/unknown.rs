@@ -57,6 +57,8 @@ async fn a_guest_that_does_not_answer_is_unknown_everywhere() {
     ] {
         browser.wait(&text(id, part)).await;
     }
+    let marked = "document.querySelectorAll('#heat-table td[data-unknown=yes]').length === 1";
+    browser.wait(marked).await;
     // It is named below its wave.
     let below = "document.querySelector('#waves .troubled li').textContent";
     let named = browser.evaluate(below).await;

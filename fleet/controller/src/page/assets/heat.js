@@ -59,12 +59,14 @@ function showCell(target, key, host, cell) {
   const heat = cell.guests === 0 ? "none" : cell.on === 0 ? 0 : cell.on === cell.guests ? 4 : 1 + Math.min(2, Math.floor((3 * cell.on) / cell.guests));
   setAttribute(target, "data-heat", heat);
   setAttribute(target, "data-differs", cell.differs ? "yes" : "no");
+  setAttribute(target, "data-unknown", host.unknown ? "yes" : "no");
   setText(target.firstElementChild, cell.guests ? `${cell.on}/${cell.guests}` : "");
   const wanted = cell.want_on || cell.want_off
     ? `; rollouts want it on in ${cell.want_on} and off in ${cell.want_off}` : "; no rollout states a wish";
   const differs = cell.differs ? `; ${cell.differs} differ: ${cell.names.join(", ")}` : "";
+  const unknown = host.unknown ? `; ${count(host.unknown, "guest", "guests")} of the host unknown` : "";
   const has = cell.guests ? `on in ${cell.on} of ${count(cell.guests, "guest", "guests")}` : host.unreachable || "not known yet";
-  setAttribute(target, "aria-label", `${key} on ${host.name}: ${has}${wanted}${differs}`);
+  setAttribute(target, "aria-label", `${key} on ${host.name}: ${has}${wanted}${differs}${unknown}`);
   setAttribute(target, "title", target.getAttribute("aria-label"));
   target.dataset.host = host.name;
   target.dataset.name = key;

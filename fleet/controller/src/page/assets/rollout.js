@@ -29,6 +29,7 @@ function sentence(text) {
 function showSafety(rollout) {
   const { level, text, since } = rollout.safety;
   setAttribute(byId("safety"), "data-level", level);
+  setAttribute(byId("phase"), "data-level", level);
   setText(byId("safety"), since ? `${text} The first since ${clock(since)}.` : text);
 }
 
