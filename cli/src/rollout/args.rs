@@ -135,8 +135,8 @@ pub enum RolloutCommand {
     Drift {
         #[arg(add = complete::rollouts())]
         rollout: String,
-        /// Change the drifted guests, and those that joined after the plan, in additional waves, cut
-        /// as the spec says and with its caps, bake times and gates.
+        /// Change the drifted guests, and those that joined after the plan, in additional waves.
+        /// They are cut as the spec says, and have its caps, bake times and gates.
         #[arg(long, conflicts_with = "adopt")]
         fix: bool,
         /// Accept the drifted guests' present state.

@@ -182,8 +182,8 @@ impl<'r> Status<'r> {
         }
     }
 
-    /// Adds the guests of a wave for which the rollout waits, below the line of the wave. `shown` is
-    /// the number of guests that may still be shown.
+    /// Adds the guests of a wave for which the rollout waits, below the line of the wave. `shown`
+    /// is the number of guests that may still be shown.
     fn troubled(&self, index: usize, shown: &mut usize, text: &mut String) {
         let is_troubled = |guest: &&RolloutGuest| {
             guest.wave as usize == index && (guest.is_late() || guest.is_unknown())

@@ -381,6 +381,7 @@ impl Rollout {
             .check_from
             .get_or_insert(latest - run % CHECK_INTERVAL);
         let mut members = std::mem::take(&mut self.run.check_now);
+        self.hurry(&members);
         // A time beyond the interval means that the clock was set back.
         if now >= from || from > latest {
             members.extend(self.reached());

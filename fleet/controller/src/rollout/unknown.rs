@@ -2,6 +2,8 @@
 //! Tracks guests that were as wanted and do not answer any more, and dates what is not as it should
 //! be.
 
+use std::collections::BTreeSet;
+
 use super::state::{Millis, Rollout};
 
 impl Rollout {
@@ -21,6 +23,18 @@ impl Rollout {
         self.run.retries.remove(&index);
         if self.members[index].since.take().is_some() {
             self.run.changed.insert(index);
+        }
+    }
+
+    /// Ends the delays of these members' queries. Another change of a guest that boots after each
+    /// one has to wait, but not a query.
+    pub(super) fn hurry(&mut self, members: &BTreeSet<usize>) {
+        for &index in members {
+            if let Some(retry) = self.run.retries.get_mut(&index)
+                && self.members[index].is_unknown()
+            {
+                retry.1 = 0;
+            }
         }
     }
 

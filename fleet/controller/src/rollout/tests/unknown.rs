@@ -58,6 +58,25 @@ fn a_guest_that_does_not_answer_is_unknown_until_it_does() {
     assert_eq!(rollout.header().phase, Phase::Completed);
 }
 
+/// Checks that only changes of a guest that boots after each one are delayed, and not queries.
+#[test]
+fn a_guest_that_registers_is_asked_at_once_even_if_it_boots_often() {
+    let mut rollout = completed();
+    let generation = |rollout: &Rollout| rollout.members()[0].generation;
+    rollout.look_again(None);
+    assert_eq!(checks(&rollout.step(2000)), [0, 1]);
+    let booted = Some(("boot-2".to_owned(), false));
+    rollout.checked(0, generation(&rollout), booted, 2000);
+    assert_eq!(claims(&rollout.step(30_000)), [0]);
+    claimed(&mut rollout, 0, made(10), 30_000);
+    for now in [40_000, 40_001] {
+        rollout.look_again(None);
+        assert!(checks(&rollout.step(now)).contains(&0), "{now}");
+        rollout.checked(0, generation(&rollout), None, now);
+        assert!(rollout.members()[0].is_unknown());
+    }
+}
+
 #[test]
 fn a_guest_that_is_late_or_stuck_has_the_time_since_when() {
     let mut rollout = started(&[2], Policy::default());
