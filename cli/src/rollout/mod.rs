@@ -467,3 +467,43 @@ pub fn failed(status: Status) -> Refused {
     };
     Refused::Failed(failure)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_fails_partly_while_guests_are_unknown_or_late() {
+        let of = |unknown: u32, not_yet: u32| {
+            let wave = v1::Wave {
+                unknown,
+                not_yet,
+                ..v1::Wave::default()
+            };
+            let rollout = v1::Rollout {
+                name: "net".to_owned(),
+                waves: vec![wave],
+                ..v1::Rollout::default()
+            };
+            partly(&view::Rollout::from(rollout))
+        };
+        assert!(of(0, 0).is_ok());
+        for (unknown, not_yet, why) in [
+            (
+                1,
+                0,
+                "1 guest does not answer; `patchbay rollout explain net GUEST`",
+            ),
+            (2, 0, "2 guests do not answer; "),
+            (
+                1,
+                2,
+                "1 guest does not answer, and 2 guests are not yet as wanted; ",
+            ),
+        ] {
+            let failure = of(unknown, not_yet).expect_err(why);
+            assert_eq!(failure.exit_code, PARTLY);
+            assert!(failure.message.starts_with(why), "{}", failure.message);
+        }
+    }
+}

@@ -160,6 +160,12 @@ pub async fn drift(
     }
     let mut report = compare(hosts, &running.asks, &snapshot.current).await;
     report.waiting.clone_from(&snapshot.waiting);
+    for drift in &report.drifts {
+        if drift.cause == Cause::Unreachable {
+            // The rollout may still take the guest's last answer for its state.
+            hosts.changed(&drift.host, Some(&drift.guest));
+        }
+    }
     for (_, member) in snapshot.current.values() {
         if let Some(why) = member.state.late() {
             let actual = format!("not yet: {why}");

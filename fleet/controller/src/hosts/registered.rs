@@ -73,7 +73,9 @@ impl Hosts {
         Some(latest.iter().skip(skipped).cloned().collect())
     }
 
-    fn changed(&self, host: &str, guest: Option<&str>) {
+    /// Makes the rollouts look at the guest, or at all guests of the host, because its record has
+    /// changed or it has begun or ceased to answer.
+    pub fn changed(&self, host: &str, guest: Option<&str>) {
         let mut latest = self.latest.write().unwrap_or_else(PoisonError::into_inner);
         latest.push_back(Changed {
             host: host.to_owned(),

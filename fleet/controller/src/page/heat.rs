@@ -18,7 +18,7 @@ use super::Shared;
 use super::sight::Sight;
 use super::state::newest;
 use crate::controller::Leadership;
-use crate::hosts::Host;
+use crate::hosts::{Host, Hosts};
 use crate::rollout::{Millis, Phase, Rollout, State, Want};
 use crate::runner::now;
 
@@ -43,8 +43,11 @@ pub struct Observed {
     /// The time of the results; 0 before the first sweep.
     pub at: Millis,
     keys: Vec<String>,
-    hosts: BTreeMap<String, Arc<Result<Vec<ObservedGuest>, String>>>,
+    hosts: BTreeMap<String, Arc<Answer>>,
 }
+
+/// The guests of a host, or the reason why it does not answer.
+type Answer = Result<Vec<ObservedGuest>, String>;
 
 struct ObservedGuest {
     name: String,
@@ -94,6 +97,8 @@ async fn sweep(leads: &Leadership, shown: &watch::Sender<Arc<Observed>>) {
             tokio::select! {
                 answer = answers.next() => {
                     let Some((name, answer)) = answer else { break };
+                    let before = observed.hosts.get(&name).map(|before| &**before);
+                    compare(leads.hosts(), &name, before, &answer);
                     observed.hosts.insert(name, Arc::new(answer));
                     is_new = true;
                 }
@@ -107,6 +112,23 @@ async fn sweep(leads: &Leadership, shown: &watch::Sender<Arc<Observed>>) {
     }
     observed.at = now();
     shown.send_replace(Arc::new(observed));
+}
+
+/// Makes the rollouts look at the guests that do not answer a sweep any more, or answer again, so
+/// that they show the same as the sweep.
+fn compare(hosts: &Hosts, host: &str, before: Option<&Answer>, now: &Answer) {
+    match (before, now) {
+        (Some(Ok(_)) | None, Err(_)) | (Some(Err(_)), Ok(_)) => hosts.changed(host, None),
+        (Some(Ok(before)), Ok(now)) => {
+            let now: BTreeSet<&str> = now.iter().map(|guest| guest.name.as_str()).collect();
+            for guest in before {
+                if !now.contains(guest.name.as_str()) {
+                    hosts.changed(host, Some(&guest.name));
+                }
+            }
+        }
+        _ => {}
+    }
 }
 
 /// Returns the keys that rollouts change, those of the newest rollouts first.
@@ -131,7 +153,7 @@ fn keys(leads: &Leadership) -> Vec<String> {
     keys
 }
 
-async fn ask_host(host: &Arc<Host>, keys: &[String]) -> Result<Vec<ObservedGuest>, String> {
+async fn ask_host(host: &Arc<Host>, keys: &[String]) -> Answer {
     let guests = host.list_guests().await;
     let guests = guests.map_err(|status| status.message().to_owned())?;
     let asked = stream::iter(guests).map(|guest| async move {

@@ -75,6 +75,28 @@ async fn a_guest_that_does_not_answer_is_unknown_everywhere() {
     assert_eq!(browser.complaints(&url), Vec::<String>::new());
 }
 
+/// Checks that the page does not show a guest as wanted above that its own queries do not find
+/// below.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_that_the_page_misses_is_unknown_to_the_rollout() {
+    let Some(program) = program() else { return };
+    let fleet = Fleet::start(1, 2).await;
+    let replica = fleet.replica("one");
+    let running = replica.start("net", &spec("waves: [{size: rest}]")).await;
+    assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
+    let (url, _serving) = serve(&replica.controller, None).await;
+    let mut browser = Browser::start(&program, 1280, 900).await;
+    browser.open(&url).await;
+    let seen = "document.querySelector('#heat-table td')?.textContent === '2/2'";
+    browser.wait(seen).await;
+    fleet.take_away(0);
+    browser.wait(&text("heat-summary", "1 guest unknown")).await;
+    browser
+        .wait(&text("safety", "1 guest does not answer"))
+        .await;
+    assert!(running.rollout().members()[0].is_unknown());
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn waves_are_as_wide_as_their_guests_and_name_those_that_wait() {
     let Some(program) = program() else { return };

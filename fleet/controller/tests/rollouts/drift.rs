@@ -44,6 +44,9 @@ async fn each_kind_of_drift_is_told_apart_and_only_a_key_is_fixed() {
     }
     assert_eq!(report.drifts.len(), 3, "{report:?}");
     assert!(report.drifts[1].actual.starts_with("cc"), "{report:?}");
+    // What the report says of the guest that does not answer, the rollout says too.
+    let is_unknown = |_| running.rollout().members()[2].is_unknown();
+    wait_for(&running, is_unknown).await;
 
     let report = compare(&replica, &running, Action::Fix).await;
     let bytes = "a flip does not write over foreign bytes; boot the guest again";
