@@ -8,7 +8,7 @@ use patchbay_proto::v1;
 use super::Obstacle;
 use crate::hosts::{CallError, Host, Hosts};
 use crate::plan::FAN_OUT;
-use crate::rollout::{AgentLimits, Health, Member, State, bounded};
+use crate::rollout::{AgentLimits, Health, Member, bounded};
 use crate::runner::no_host;
 
 /// A changed guest, and its health before the change.
@@ -216,7 +216,7 @@ fn unhealthy(limits: &AgentLimits, before: &Health, now: &Report) -> Option<Stri
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rollout::Failure;
+    use crate::rollout::{Failure, State};
 
     fn report(boot_id: &str, kernel_warnings: u64) -> Report {
         Report {

@@ -8,6 +8,7 @@ mod persons;
 mod standing;
 mod unknown;
 
+use super::outcomes::{Found, FoundClaims};
 use super::*;
 
 fn member(index: usize) -> Member {
@@ -96,6 +97,11 @@ fn claimed(rollout: &mut Rollout, index: usize, outcome: ClaimOutcome, now: Mill
 fn released(rollout: &mut Rollout, index: usize, outcome: ReleaseOutcome, now: Millis) {
     let generation = rollout.members()[index].generation;
     rollout.released(index, generation, outcome, now);
+}
+
+fn found(boot: &str, claims: FoundClaims) -> Option<Found> {
+    let boot = boot.to_owned();
+    Some(Found { boot, claims })
 }
 
 fn made(pause_us: u64) -> ClaimOutcome {

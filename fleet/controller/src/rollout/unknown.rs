@@ -31,7 +31,7 @@ impl Rollout {
     pub(super) fn hurry(&mut self, members: &BTreeSet<usize>) {
         for &index in members {
             if let Some(retry) = self.run.retries.get_mut(&index)
-                && self.members[index].is_unknown()
+                && self.members[index].state.has_claims()
             {
                 retry.1 = 0;
             }

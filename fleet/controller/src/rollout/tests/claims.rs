@@ -2,7 +2,6 @@
 //! Tests guests that answer late, in part or not at all, and those that boot again.
 
 use super::super::machine::{MAX_ATTEMPTS, MAX_BACKOFF};
-use super::super::outcomes::{Found, FoundClaims};
 use std::collections::BTreeSet;
 
 use super::*;
@@ -87,11 +86,6 @@ fn a_guest_that_is_given_up_ends_the_undo() {
     assert_eq!(rollout.header().phase, Phase::Ended(End::Undone));
     assert!(rollout.header().message.contains("1 forgotten"));
     assert_eq!(rollout.check_deletable(), Ok(()));
-}
-
-fn found(boot: &str, claims: FoundClaims) -> Option<Found> {
-    let boot = boot.to_owned();
-    Some(Found { boot, claims })
 }
 
 #[test]

@@ -37,7 +37,7 @@ fn a_guest_that_does_not_answer_is_unknown_until_it_does() {
     let boot = rollout.members()[1].boot.clone();
     rollout.take_changes();
     rollout.checked(0, 1, None, 3000);
-    rollout.checked(1, 1, Some((boot.clone(), true)), 3000);
+    rollout.checked(1, 1, found(&boot, FoundClaims::Made), 3000);
     assert!(rollout.members()[0].is_unknown());
     assert!(!rollout.members()[1].is_unknown());
     assert_eq!(rollout.take_changes().members, [0], "the time is stored");
@@ -51,7 +51,7 @@ fn a_guest_that_does_not_answer_is_unknown_until_it_does() {
     assert_eq!(rollout.members()[0].since, Some(3000), "the first time");
     assert!(rollout.take_changes().members.is_empty(), "nothing is new");
     assert_eq!(checks(&rollout.step(5000)), [0]);
-    rollout.checked(0, 1, Some((boot, true)), 6000);
+    rollout.checked(0, 1, found(&boot, FoundClaims::Made), 6000);
     assert_eq!(rollout.members()[0].since, None);
     assert_eq!(rollout.take_changes().members, [0]);
     assert!(checks(&rollout.step(6000)).is_empty());
@@ -65,7 +65,7 @@ fn a_guest_that_registers_is_asked_at_once_even_if_it_boots_often() {
     let generation = |rollout: &Rollout| rollout.members()[0].generation;
     rollout.look_again(None);
     assert_eq!(checks(&rollout.step(2000)), [0, 1]);
-    let booted = Some(("boot-2".to_owned(), false));
+    let booted = found("boot-2", FoundClaims::None);
     rollout.checked(0, generation(&rollout), booted, 2000);
     assert_eq!(claims(&rollout.step(30_000)), [0]);
     claimed(&mut rollout, 0, made(10), 30_000);
