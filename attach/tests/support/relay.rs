@@ -42,9 +42,10 @@ struct Faults {
     /// Callbacks that are called in turn, each before the next command of its name is forwarded and
     /// after all earlier commands were answered.
     before: VecDeque<(&'static str, Hook)>,
-    /// Makes the relay hold back the answer to the command after the last callback until the
-    /// attacher sends another command, which waits for this answer.
+    /// Makes the relay hold back the answer to the first `query-status` after the last callback
+    /// until the attacher has sent two more commands, which wait for this answer.
     holds: bool,
+    holds_next: bool,
     held: Option<u64>,
     /// Commands with their arguments, and the answers that replace QEMU's.
     lies: Vec<(&'static str, Value, Value)>,
@@ -64,12 +65,16 @@ impl Faults {
     /// Returns the callback for a command.
     fn hook(&mut self, message: &Value) -> Option<Hook> {
         self.asked = message["id"].as_u64().unwrap_or(self.asked);
+        if self.holds_next && message["execute"] == "query-status" {
+            self.holds_next = false;
+            self.held = Some(self.asked);
+        }
         let is_next = |(name, _): &(&str, Hook)| message["execute"] == *name;
         if self.before.front().is_none_or(|next| !is_next(next)) {
             return None;
         }
         if self.before.len() == 1 && std::mem::take(&mut self.holds) {
-            self.held = Some(self.asked + 1);
+            self.holds_next = true;
         }
         self.before.pop_front().map(|(_, hook)| hook)
     }
