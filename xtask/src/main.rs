@@ -136,8 +136,8 @@ struct Test {
     /// to 4]
     #[arg(long, value_name = "N")]
     labs: Option<usize>,
-    /// Also repeat tests with the oldest and the newest kernel that have a series. Without this, and
-    /// without a filter, the oldest one is used if it has been built before
+    /// Also repeat tests with the oldest and the newest kernel that have a series. Without this
+    /// and without a filter, the oldest one is used if it has been built before
     #[arg(long)]
     other_kernels: bool,
     /// Also discover the keys of every stock kernel that Debian's archive has

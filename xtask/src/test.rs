@@ -94,8 +94,8 @@ pub struct Selection {
     pub tiers: Vec<u8>,
     /// A substring of "suite name"; `None` selects all tests.
     pub filter: Option<String>,
-    /// Repeat tests with the oldest and the newest kernel that have a series. Without a filter, tests
-    /// are also repeated with the oldest kernel if it has been built before.
+    /// Repeat tests with the oldest and the newest kernel that have a series. Without a filter,
+    /// tests are also repeated with the oldest kernel if it has been built before.
     pub other_kernels: bool,
     /// Discover the keys of every stock kernel that the archive has.
     pub all_kernels: bool,

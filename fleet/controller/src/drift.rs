@@ -369,6 +369,13 @@ async fn fix(
             Cause::Unreachable => Some("its state is unknown"),
         }
         .map(str::to_owned);
+        let guest = (drift.host.clone(), drift.guest.clone());
+        let member = snapshot.current.get(&guest).map(|(_, member)| member);
+        if member.is_some_and(|member| member.state.has_lost_record()) {
+            let why =
+                "new claims would take the old references for the guest's own; look at its keys";
+            drift.left = Some(why.to_owned());
+        }
     }
     let wanted: BTreeSet<(String, String)> = report
         .drifts

@@ -250,6 +250,10 @@ pub fn explain(rollout: &Rollout, index: usize, now: Millis) -> Vec<String> {
         }
         State::NotYet { failure, why } => {
             let next = match (header.phase, failure) {
+                (_, Failure::NoRecord) => {
+                    "nothing is sent to it; look at its keys, and then accept them with \
+                     `rollout drift --adopt` or give the guest up with `rollout forget`"
+                }
                 (_, Failure::Ineffective) => {
                     "nothing is sent to it while it has the claims; `rollout drift --fix` makes \
                      them again"

@@ -83,8 +83,8 @@ impl Rollout {
         }
     }
 
-    /// Continues the rollout, and tries the guests again that are not yet as wanted. The wave waits
-    /// for them again.
+    /// Continues the rollout, and tries the guests again that are not yet as wanted, except those
+    /// that are only asked. The wave waits for them again.
     ///
     /// # Errors
     /// [`NotLegal`] unless the rollout is paused or runs.
@@ -95,7 +95,7 @@ impl Rollout {
             _ => return Err(self.not_legal("resume", "paused")),
         }
         for index in self.reached() {
-            if matches!(self.members[index].state, State::NotYet { .. }) {
+            if self.members[index].state.is_retried() {
                 self.members[index].health = None;
                 self.set(index, State::Pending);
                 self.run.retries.remove(&index);

@@ -7,10 +7,25 @@ use super::state::{Failure, Health, Member, Millis, Rollout, State};
 
 /// Returns the reason why the gate is closed, according to the members so far; `None` if the gate
 /// is open.
-pub(super) fn closed(gate: &WaveGate, wave: &[Member], all: &[Member]) -> Option<String> {
+///
+/// The guests of earlier waves on which claims have no effect any more do not close the gate of a
+/// wave that was added: another rollout may have changed them since.
+pub(super) fn closed(
+    gate: &WaveGate,
+    wave: &[Member],
+    all: &[Member],
+    is_added: bool,
+) -> Option<String> {
     match gate.kind {
         WaveGateKind::Errors { max_percent, of } => match of {
             ErrorsOf::Wave => too_many_errors(max_percent, wave, "its"),
+            ErrorsOf::Rollout if is_added => {
+                let is_ineffective = |member: &&Member| member.state.is_ineffective();
+                let others = all.iter().filter(|member| !is_ineffective(member));
+                let counted = others.chain(wave.iter().filter(is_ineffective));
+                let counted: Vec<Member> = counted.cloned().collect();
+                too_many_errors(max_percent, &counted, "the rollout's")
+            }
             ErrorsOf::Rollout => too_many_errors(max_percent, all, "the rollout's"),
         },
         WaveGateKind::PauseP99 { budget_us } => {
@@ -88,6 +103,8 @@ fn too_many_errors(max_percent: u32, members: &[Member], whose: &str) -> Option<
     let all = members.iter().filter(|member| is_wanted(member)).count();
     let mut failed = members
         .iter()
+        // The keys of a guest whose service has lost its record may be as wanted.
+        .filter(|member| !member.state.has_lost_record())
         .filter_map(|member| Some((&member.guest, member.state.late()?)));
     let count = failed.clone().count();
     let (guest, why) = failed.next()?;

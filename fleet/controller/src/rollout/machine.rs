@@ -389,8 +389,12 @@ impl Rollout {
         }
         members.extend(self.unknown());
         step.wake(self.run.check_from.unwrap_or(latest));
-        let is_ineffective = |member: &usize| self.members[*member].state.is_ineffective();
+        // A new driver asks the guests without effect with all others first.
+        let is_ineffective = |member: &usize| {
+            self.run.retries.contains_key(member) && self.members[*member].state.is_ineffective()
+        };
         members.extend(self.reached().filter(is_ineffective));
+        members.extend(&self.run.suspects);
         for member in members {
             if has_claims(&self.members[member]) {
                 let generation = self.members[member].generation;

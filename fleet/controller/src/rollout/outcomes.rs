@@ -68,8 +68,11 @@ pub enum FoundClaims {
     /// Some claims have no effect, for this reason: another claim or a hold decides, the key's
     /// module is not loaded, or the guest or an operator has changed the key.
     Ineffective(String),
-    /// A key's module was unloaded and loaded again, so the key has no claim.
+    /// A key's module was unloaded and loaded again, so the key has no claim. All other claims are
+    /// made, or have no effect for a reason that does not concern their keys.
     Replaced(String),
+    /// The service does not tell whether all claims are made.
+    Unclear,
 }
 
 /// The outcome of [`super::Action::RunGate`].
@@ -145,6 +148,10 @@ impl Rollout {
                 why,
             } => {
                 self.put_off(index, now);
+                if has_claims {
+                    let losses = self.run.made.get(&index).map_or(0, |made| made.1);
+                    self.run.made.insert(index, (now, losses));
+                }
                 // The set has replaced the one that the guest confirmed, so a guest that refuses
                 // all of it has no record.
                 let member = &mut self.members[index];
@@ -278,17 +285,36 @@ impl Rollout {
         if !was_ineffective {
             self.regain_sight(index);
         }
+        let is_suspect = self.run.suspects.remove(&index);
         if !boot.is_empty() {
+            let has_booted = boot != self.members[index].boot;
             match claims {
                 FoundClaims::None => self.has_none(index, &boot, now),
+                // The guest has booted between the reads of its claims and of its boot.
+                FoundClaims::Ineffective(_) | FoundClaims::Replaced(_) if has_booted => {
+                    self.has_none(index, &boot, now);
+                }
                 FoundClaims::Made if was_ineffective => {
                     let pause_us = self.members[index].pause().unwrap_or(0);
                     self.set(index, State::AsWanted { pause_us });
                 }
-                FoundClaims::Made => {}
-                FoundClaims::Ineffective(why) => self.ineffective(index, &why, now),
+                FoundClaims::Made | FoundClaims::Unclear => {}
+                // A module may just be loaded again, and a person may only try something.
+                FoundClaims::Ineffective(_) if !was_ineffective && !is_suspect => {
+                    self.run.suspects.insert(index);
+                    for _ in 0..3 {
+                        self.put_off(index, now);
+                    }
+                }
+                FoundClaims::Ineffective(why) => {
+                    self.ineffective(index, Failure::Ineffective, &why, now);
+                }
                 FoundClaims::Replaced(why) => self.replaced(index, &why, now),
             }
+        }
+        // The check reads all guests, and a guest that is as wanted closes no gate.
+        if !was_ineffective && self.members[index].state.is_late() {
+            self.check_errors(now);
         }
         if self.members[index].state.is_ineffective() {
             let retry = retry.filter(|_| was_ineffective);
@@ -299,7 +325,7 @@ impl Rollout {
 
     /// Records that the claims of a guest have no effect. The timeline has an entry for the first
     /// guest: a person or a later rollout may have changed all of them.
-    fn ineffective(&mut self, index: usize, why: &str, now: Millis) {
+    fn ineffective(&mut self, index: usize, failure: Failure, why: &str, now: Millis) {
         let why = bounded(why);
         match &self.members[index].state {
             State::NotYet { why: before, .. } if *before == why => return,
@@ -313,7 +339,6 @@ impl Rollout {
                 }
             }
         }
-        let failure = Failure::Ineffective;
         self.set(index, State::NotYet { failure, why });
     }
 
@@ -323,7 +348,7 @@ impl Rollout {
         let losses = self.count_loss(index, now);
         if losses >= MAX_BOOTS {
             let why = format!("{why} soon after its change, {MAX_BOOTS} times or more");
-            self.ineffective(index, &why, now);
+            self.ineffective(index, Failure::Ineffective, &why, now);
             return;
         }
         for _ in 0..losses * 4 {
@@ -344,9 +369,7 @@ impl Rollout {
             // The guest ends the claims by its own clock.
             self.set(index, State::Released { void: true });
         } else {
-            // The keys may be as wanted. New claims would take the old references for the guest's
-            // own.
-            self.ineffective(index, LOST_LEDGER, now);
+            self.ineffective(index, Failure::NoRecord, LOST_LEDGER, now);
         }
     }
 

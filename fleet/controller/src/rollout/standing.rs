@@ -64,7 +64,7 @@ impl Rollout {
         }
         if gate.kind.timeout_ms().is_none() {
             let members = &self.members[wave.members()];
-            return match gates::closed(gate, members, &self.members) {
+            return match gates::closed(gate, members, &self.members, wave.is_added) {
                 Some(why) => Standing::Closed(why),
                 None => Standing::Passed(None),
             };

@@ -75,6 +75,10 @@ pub enum Failure {
     /// The guest has the claims, and some have no effect. They take effect when others' claims and
     /// holds end, or a person has them made again, so the guest is only asked.
     Ineffective,
+    /// The guest had confirmed the claims in this boot, and its service has no record of them. The
+    /// keys may be as wanted. New claims would take the old references for the guest's own, so the
+    /// guest is only asked.
+    NoRecord,
 }
 
 /// The progress of a guest towards the state that the rollout wants.
@@ -155,14 +159,26 @@ impl State {
         matches!(self, Self::AsWanted { .. }) || self.is_ineffective()
     }
 
-    /// Returns whether the guest has the claims, and some have no effect.
+    /// Returns whether the guest had confirmed the claims, and some have no effect any more, or its
+    /// service has no record of them. It is only asked.
     pub fn is_ineffective(&self) -> bool {
-        matches!(self, Self::NotYet { failure, .. } if *failure == Failure::Ineffective)
+        matches!(
+            self,
+            Self::NotYet {
+                failure: Failure::Ineffective | Failure::NoRecord,
+                ..
+            }
+        )
+    }
+
+    /// Returns whether the guest's service has lost its record of claims that it had confirmed.
+    pub fn has_lost_record(&self) -> bool {
+        matches!(self, Self::NotYet { failure, .. } if *failure == Failure::NoRecord)
     }
 
     /// Returns whether the claims are to be sent again in a later generation.
     pub fn is_retried(&self) -> bool {
-        matches!(self, Self::NotYet { failure, .. } if *failure != Failure::Ineffective)
+        matches!(self, Self::NotYet { .. }) && !self.is_ineffective()
     }
 
     /// Returns whether the guest is not yet as wanted and the wave does not wait for it any more.
@@ -483,6 +499,10 @@ pub(super) struct Run {
     pub(super) check_from: Option<Millis>,
     /// The members whose guests are asked at once.
     pub(super) check_now: BTreeSet<usize>,
+    /// The members that are as wanted and on which claims had no effect when they were asked last.
+    pub(super) suspects: BTreeSet<usize>,
+    /// The wave whose guests were asked after its bake time.
+    pub(super) looked_at: Option<usize>,
     /// The time of a member's latest change, and the number of times that its guest has booted
     /// again soon after one.
     pub(super) made: BTreeMap<usize, (Millis, u32)>,

@@ -88,6 +88,17 @@ fn claim_all(rollout: &mut Rollout, now: Millis) -> usize {
     }
 }
 
+/// Steps, answers for each guest that is asked that its claims hold, and steps again.
+fn step_and_answer(rollout: &mut Rollout, now: Millis) -> Step {
+    for action in rollout.step(now).actions {
+        if let Action::Check { member, generation } = action {
+            let made = found("boot-1", FoundClaims::Made);
+            rollout.checked(member, generation, made, now);
+        }
+    }
+    rollout.step(now)
+}
+
 /// Reports the outcome of the member's latest call.
 fn claimed(rollout: &mut Rollout, index: usize, outcome: ClaimOutcome, now: Millis) {
     let generation = rollout.members()[index].generation;

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Takes a wave from its first claims through the bake time and the gates to the next wave.
 
+use std::ops::Range;
+
 use super::describe::lasting;
 use super::gates;
 use super::machine::{Action, Step};
-use super::policy::{OnFailure, WaveGateKind};
+use super::policy::{OnFailure, WaveGate, WaveGateKind};
 use super::state::{End, Event, Member, Millis, Phase, Rollout, Stage, State};
 
 impl Rollout {
@@ -48,6 +50,7 @@ impl Rollout {
             }
         };
         if now >= until {
+            self.run.looked_at = None;
             self.enter(Phase::Running(Stage::Gating), "", now, "");
         } else if self.evaluate(now, step).is_some() {
             step.wake(until);
@@ -63,6 +66,12 @@ impl Rollout {
             self.run.header_changed = true;
         }
         let (from, members) = (wave.bakes_until.unwrap_or(0), wave.members());
+        let is_errors = |gate: &WaveGate| matches!(gate.kind, WaveGateKind::Errors { .. });
+        let policy = &self.header.policy;
+        let judges = policy.min_success > 0 || policy.gates.iter().any(is_errors);
+        if judges && wave.bake_ms > 0 && self.is_looking(members.clone()) {
+            return;
+        }
         let Some(external) = self.evaluate(now, step) else {
             return;
         };
@@ -81,6 +90,22 @@ impl Rollout {
         }
         self.enter(Phase::Running(Stage::Changing), "", now, "");
         self.next_wave(now);
+    }
+
+    /// Asks the guests of the wave once after its bake time which of their claims hold. Returns
+    /// whether an answer is missing. A guest that cannot be reached counts as answered.
+    fn is_looking(&mut self, members: Range<usize>) -> bool {
+        let wave = self.header.wave;
+        if self.run.looked_at != Some(wave) {
+            self.run.looked_at = Some(wave);
+            self.run.check_now.extend(members.clone());
+        }
+        let is_open = |index: &usize| {
+            let run = &self.run;
+            let is_asked = run.check_now.contains(index) || run.in_flight.contains_key(index);
+            self.members[*index].state.has_claims() && (is_asked || run.suspects.contains(index))
+        };
+        members.into_iter().any(|index| is_open(&index))
     }
 
     /// Evaluates the gates, and asks those that need external information when they are due.
@@ -128,7 +153,11 @@ impl Rollout {
         let wave = &self.members[self.header.waves[self.header.wave].members()];
         let gates = self.header.policy.gates.iter().enumerate();
         let mut gates = gates.filter(|(_, gate)| counts(&gate.kind));
-        gates.find_map(|(index, gate)| Some((index, gates::closed(gate, wave, &self.members)?)))
+        let is_added = self.header.waves[self.header.wave].is_added;
+        gates.find_map(|(index, gate)| {
+            let why = gates::closed(gate, wave, &self.members, is_added)?;
+            Some((index, why))
+        })
     }
 
     pub(super) fn next_wave(&mut self, now: Millis) {

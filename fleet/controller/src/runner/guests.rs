@@ -230,23 +230,29 @@ impl Found {
         // too.
         let has_claims = answer.total > 0 || !answer.claims.is_empty();
         let is_made = |claim: &&v1::Claim| claim.state() == v1::ClaimState::Made;
+        let is_cut = !answer.next_page_token.is_empty();
         let mut not_made = answer.claims.iter().filter(|claim| !is_made(claim));
         let count = not_made.clone().count();
         let is_replaced =
             |claim: &&v1::Claim| claim.state() == v1::ClaimState::Void && claim.key_replaced;
+        // The claims of a set are made again together, also those that somebody has voided.
+        let is_changed =
+            |claim: &v1::Claim| claim.state() == v1::ClaimState::Void && !claim.key_replaced;
+        let may_be_changed = is_cut || not_made.clone().any(is_changed);
         let claims = match (not_made.clone().find(is_replaced), not_made.next()) {
-            (Some(claim), _) => {
+            (Some(claim), _) if !may_be_changed => {
                 FoundClaims::Replaced(format!("the module of key {} was loaded again", claim.key))
             }
-            (None, Some(claim)) => {
+            (_, Some(claim)) => {
                 let why = format!("key {}: {}", claim.key, no_effect(claim.state()));
                 FoundClaims::Ineffective(match count - 1 {
                     0 => why,
                     more => format!("{why}; and {more} more"),
                 })
             }
-            (None, None) if has_claims => FoundClaims::Made,
-            (None, None) => FoundClaims::None,
+            (_, None) if answer.total == 0 && is_cut => FoundClaims::Unclear,
+            (_, None) if has_claims => FoundClaims::Made,
+            (_, None) => FoundClaims::None,
         };
         Self {
             boot: answer.boot,
@@ -451,8 +457,14 @@ mod tests {
         };
         assert_eq!(found(0, &[]), FoundClaims::None);
         assert_eq!(found(2, &[]), FoundClaims::Made);
-        // A service of an earlier version.
+        // A service of an earlier version, which lists the first claims in any state.
         assert_eq!(found(0, &[(Made, false)]), FoundClaims::Made);
+        let cut = v1::ListClaimsResponse {
+            claims: vec![claim(&(Made, false))],
+            next_page_token: "m:b".to_owned(),
+            ..v1::ListClaimsResponse::default()
+        };
+        assert_eq!(Found::of(cut).claims, FoundClaims::Unclear);
         let ineffective = |why: &str| FoundClaims::Ineffective(format!("key m:a: {why}"));
         for (state, why) in [
             (HeldByOthers, "another claim or a hold decides"),
@@ -466,6 +478,10 @@ mod tests {
         let replaced = found(3, &[(HeldByOthers, false), (Void, true)]);
         let why = "the module of key m:a was loaded again".to_owned();
         assert_eq!(replaced, FoundClaims::Replaced(why));
+        // Somebody has turned another key of the set off by force.
+        let forced = found(3, &[(Void, false), (Void, true)]);
+        let changed = "the guest or an operator has changed the key since; and 1 more";
+        assert_eq!(forced, ineffective(changed));
         assert_eq!(
             found(1, &[(Missing, true)]),
             ineffective("the kernel has no such key now")

@@ -103,7 +103,7 @@ impl Driver {
                 let has_failed = match found.claims {
                     FoundClaims::Ineffective(_) | FoundClaims::Replaced(_) => true,
                     FoundClaims::None => found.boot == self.rollout.members()[of.member].boot,
-                    FoundClaims::Made => false,
+                    FoundClaims::Made | FoundClaims::Unclear => false,
                 };
                 has_failed.then_some(Fact::Guest(of.member, Told::Failed))
             }),

@@ -98,6 +98,13 @@ fn a_guest_on_which_claims_have_no_effect_is_asked_until_they_have() {
     for index in [0, 1] {
         rollout.checked(index, 1, found("boot-1", held()), 2000);
         let state = &rollout.members()[index].state;
+        assert!(!state.is_late(), "{state:?} after one answer");
+    }
+    let asked = rollout.step(4000).actions;
+    assert_eq!(asked.len(), 2, "{asked:?}");
+    for index in [0, 1] {
+        rollout.checked(index, 1, found("boot-1", held()), 4000);
+        let state = &rollout.members()[index].state;
         assert!(state.is_late() && state.is_ineffective(), "{state:?}");
     }
     let drift = |rollout: &Rollout| {
@@ -106,7 +113,7 @@ fn a_guest_on_which_claims_have_no_effect_is_asked_until_they_have() {
     };
     assert_eq!(drift(&rollout), 1, "not one for each guest");
     // The guests are only asked, also in a freeze or a pause, and with a growing delay.
-    let (mut now, mut asked) = (2000, Vec::new());
+    let (mut now, mut asked) = (4000, Vec::new());
     while asked.len() < 12 {
         let step = rollout.step(now);
         for action in step.actions {
@@ -130,6 +137,7 @@ fn a_guest_on_which_claims_have_no_effect_is_asked_until_they_have() {
         member,
         generation: 1,
     };
+    next.look_again(None);
     assert_eq!(next.step(now).actions, [check(0), check(1)]);
     next.checked(0, 1, found("boot-1", FoundClaims::Made), now);
     let as_wanted = State::AsWanted { pause_us: 10 };
@@ -140,6 +148,83 @@ fn a_guest_on_which_claims_have_no_effect_is_asked_until_they_have() {
     claimed(&mut next, 1, made(1), now);
     next.undo("alice", now);
     assert_eq!(releases(&next.step(now)), [0, 1]);
+}
+
+/// Checks that no command but a fix sends anything to a guest that is only asked.
+#[test]
+fn a_resume_sends_nothing_to_guests_that_are_only_asked() {
+    let mut rollout = started(&[3, 1], Policy::default());
+    rollout.step(0);
+    for (index, outcome) in [(0, made(10)), (1, made(10)), (2, failed(Failure::Refused))] {
+        claimed(&mut rollout, index, outcome, 0);
+    }
+    rollout.pause("alice", 10).expect("it runs");
+    let changed = || FoundClaims::Ineffective("key alpha: the guest has changed it".to_owned());
+    for _ in 0..2 {
+        rollout.checked(0, 1, found("boot-1", changed()), 20);
+    }
+    rollout.checked(1, 1, found("boot-1", FoundClaims::None), 20);
+    assert!(rollout.members()[1].state.has_lost_record());
+    rollout.resume("alice", 1000).expect("it is paused");
+    assert_eq!(claims(&rollout.step(1000)), [2]);
+    assert!(rollout.members()[0].state.is_ineffective());
+    assert!(rollout.members()[1].state.has_lost_record());
+}
+
+/// Checks that what happens to guests of a completed rollout does not take back a guest that joins.
+#[test]
+fn an_added_wave_is_not_judged_by_earlier_guests_that_another_rollout_has_changed() {
+    let kind = WaveGateKind::Errors {
+        max_percent: 10,
+        of: ErrorsOf::Rollout,
+    };
+    let mut rollout = started(&[4], gate(kind, OnFailure::Abort));
+    claim_all(&mut rollout, 0);
+    step_and_answer(&mut rollout, 1000);
+    assert_eq!(rollout.header().phase, Phase::Completed);
+    let held = || FoundClaims::Ineffective("key alpha: another claim decides".to_owned());
+    for _ in 0..2 {
+        for index in [0, 1] {
+            rollout.checked(index, 1, found("boot-1", held()), 2000);
+        }
+    }
+    let added = rollout.extend(one_wave, vec![member(9)], "alice", 3000);
+    added.expect("it is completed");
+    assert_eq!(claims(&rollout.step(3000)), [4]);
+    claimed(&mut rollout, 4, made(10), 3000);
+    rollout.step(3000);
+    let until = rollout.header().waves[1].bakes_until.expect("it bakes");
+    step_and_answer(&mut rollout, until);
+    assert_eq!(rollout.header().phase, Phase::Completed);
+    assert!(matches!(rollout.members()[4].state, State::AsWanted { .. }));
+}
+
+/// Checks that guests are asked after the bake time: the interval of the other queries is longer
+/// than most bake times.
+#[test]
+fn a_gate_waits_until_the_guests_have_been_asked_after_the_bake_time() {
+    let kind = WaveGateKind::Errors {
+        max_percent: 10,
+        of: ErrorsOf::Wave,
+    };
+    let mut rollout = started(&[3, 1], gate(kind, OnFailure::Pause));
+    claim_all(&mut rollout, 0);
+    rollout.step(0);
+    let until = rollout.header().waves[0].bakes_until.expect("it bakes");
+    let asked = rollout.step(until).actions;
+    assert!(!asked.is_empty(), "the guests are asked");
+    assert_eq!(rollout.header().phase, Phase::Running(Stage::Gating));
+    let changed = || FoundClaims::Ineffective("key alpha: the guest has changed it".to_owned());
+    rollout.checked(0, 1, found("boot-1", changed()), until);
+    for index in 1..asked.len() {
+        rollout.checked(index, 1, found("boot-1", FoundClaims::Made), until);
+    }
+    let again = rollout.step(until + 2000).actions;
+    assert_eq!(again.len(), 1, "{again:?}");
+    assert_eq!(rollout.header().phase, Phase::Running(Stage::Gating));
+    rollout.checked(0, 1, found("boot-1", changed()), until + 2000);
+    rollout.step(until + 2000);
+    assert_eq!(rollout.header().phase, Phase::Paused);
 }
 
 #[test]
