@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The printed form of guests.
 
+use std::time::Duration;
+
 use patchbay_proto::v1;
 use serde::Serialize;
 
 use super::discovery::Discovery;
 use super::{micros, time};
+use crate::text::harmless;
 
 #[derive(Debug, Serialize)]
 pub struct GuestDetails {
@@ -75,6 +78,16 @@ pub struct Details {
     pub oopses: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pressure: Option<String>,
+    /// The newest messages of an error and of a panic, as `dmesg` shows them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub last_warning: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub last_panic: Option<String>,
+    /// Number of records that the log no longer holds, and that it had no room for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub log_overwritten: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub log_refused: Option<u64>,
     /// Names of the values that cannot be read from the memory of a kernel that was discovered or
     /// whose log was found.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -170,6 +183,10 @@ impl GuestDetails {
             kernel_warnings: kernel.warnings,
             oopses: kernel.oopses,
             pressure: pressure(&kernel.pressure),
+            last_warning: kernel.last_warning.map(message),
+            last_panic: kernel.panic.map(message),
+            log_overwritten: kernel.log_overwritten,
+            log_refused: kernel.log_refused,
             not_in_memory: guest.kernel_state.as_ref().map_or(vec![], missing),
             declared_keys: guest.declared_keys,
             declaration_errors: guest.declaration_errors.clone(),
@@ -233,6 +250,13 @@ fn uptime(seconds: u64) -> String {
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
     let (hours, rest) = (rest / 3600, rest % 3600);
     format!("{days} d {hours:02}:{:02}:{:02}", rest / 60, rest % 60)
+}
+
+/// Formats a message of the kernel as `dmesg` does. It is one line.
+fn message(message: v1::KernelMessage) -> String {
+    let time = Duration::try_from(message.time.unwrap_or_default()).unwrap_or_default();
+    let text = harmless(&message.text).replace('\n', " ");
+    format!("[{:5}.{:06}] {text}", time.as_secs(), time.subsec_micros())
 }
 
 /// Names the parts of the state that cannot be read in the kernel's memory.
@@ -342,5 +366,15 @@ mod tests {
         assert_eq!(taints(1 << 63 | 1 << 9 | 1 << 7), named);
         assert_eq!(load(&[5, 100, 1234]).as_deref(), Some("0.05 1.00 12.34"));
         assert_eq!(load(&[]), None);
+    }
+
+    #[test]
+    fn a_message_is_one_line_that_does_not_act_on_a_terminal() {
+        let text = "WARNING: \u{1b}[2J\na".to_owned();
+        let shown = message(v1::KernelMessage {
+            text,
+            ..Default::default()
+        });
+        assert_eq!(shown, "[    0.000000] WARNING: \u{fffd}[2J a");
     }
 }

@@ -50,6 +50,7 @@ fn taints_and_load_are_described() {
     log.put_state(1 << 9 | 1 << 12, [2038, 0, 3 << 11]);
     log.put_health([2, 1], [4, 3, 2, 1, 99]);
     log.put_uptime(90_061, 2_000_000_000);
+    log.write(|writer| writer.refuse(3));
     let described = lab.json(&["guest", "describe"]);
     let details = &described["details"];
     let taints = ["W (warning issued)", "O (module built out of the tree)"];
@@ -63,14 +64,35 @@ fn taints_and_load_are_described() {
     );
     assert_eq!(details["uptime"], "1 d 01:01:03");
     assert_eq!(details["panicked"], false);
+    assert!(details.get("last_warning").is_none(), "{described}");
+    assert_eq!(details["log_overwritten"], 0);
+    assert_eq!(details["log_refused"], 3);
     assert!(details.get("not_in_memory").is_none(), "{described}");
     // A hostile kernel's time of 2^63 seconds is none.
     log.put_uptime(1 << 63, 0);
     log.panic(0);
+    for text in [
+        "WARNING: at a.c:1",
+        "BUG: \x1b[2J\nof a guest",
+        "later",
+        "Kernel panic - not syncing: x",
+    ] {
+        log.print(2, text);
+    }
     let described = lab.json(&["guest", "describe"]);
     let details = &described["details"];
     assert_eq!(details["panicked"], true);
+    assert_eq!(details["last_warning"], "[  400.000003] BUG: \\x1b[2J");
+    assert_eq!(
+        details["last_panic"],
+        "[  400.000005] Kernel panic - not syncing: x"
+    );
     assert_eq!(details["not_in_memory"], serde_json::json!(["uptime"]));
+    (0..100).for_each(|_| log.print(6, "later"));
+    let described = lab.json(&["guest", "describe"]);
+    let details = &described["details"];
+    assert_eq!(details["log_overwritten"], 7 + 100 - 64);
+    assert!(details.get("last_warning").is_none(), "{described}");
     let described = Lab::new().json(&["guest", "describe"]);
     for part in ["taints", "uptime", "not_in_memory"] {
         assert!(described["details"].get(part).is_none(), "{described}");

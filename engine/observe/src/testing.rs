@@ -84,6 +84,7 @@ impl Types for Version {
             ("printk_ringbuffer", ["desc_ring", "tail_id"]) => plain(32, 8),
             ("printk_ringbuffer", ["text_data_ring", "size_bits"]) => plain(texts, 4),
             ("printk_ringbuffer", ["text_data_ring", "data"]) => plain(texts + 8, 8),
+            ("printk_ringbuffer", ["fail"]) => plain(texts + 32, 8),
             ("prb_desc", ["state_var"]) => plain(0, 8),
             ("prb_desc", ["text_blk_lpos", "begin"]) => plain(8, 8),
             ("prb_desc", ["text_blk_lpos", "next"]) => plain(16, 8),
@@ -96,6 +97,9 @@ impl Types for Version {
             ("printk_info", ["caller_id"]) => plain(20, 4),
             ("printk_info", ["dev_info", "subsystem"]) => plain(device, 16),
             ("printk_info", ["dev_info", "device"]) => plain(device + 16, 48),
+            ("task_struct", ["pid"]) => plain(0, 4),
+            ("task_struct", ["tgid"]) => plain(4, 4),
+            ("task_struct", ["comm"]) => plain(16, 16),
             _ => return None,
         })
     }
@@ -104,6 +108,7 @@ impl Types for Version {
         match structure {
             "printk_ringbuffer" => Some(self.texts() + 40),
             "prb_desc" => Some(24),
+            "task_struct" => Some(64),
             "printk_info" => u32::try_from(self.info()).ok(),
             _ => None,
         }
@@ -374,6 +379,16 @@ impl Writer {
         self.seq += 1;
         self.time += 1_000;
         self.put_state(id, COMMITTED);
+    }
+
+    /// Counts records for which there was no room.
+    pub fn refuse(&mut self, records: u64) {
+        self.put(RING + u64::from(self.version.texts()) + 32, records);
+    }
+
+    /// Sets the facility of a record. That of the kernel is 0.
+    pub fn set_facility(&mut self, id: u64, facility: u8) {
+        self.put_bytes(self.info(id) + 18, &[facility]);
     }
 
     /// Finalizes a record.

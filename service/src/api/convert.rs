@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use patchbay_guest::guest::Transport;
 use patchbay_kernel_image::live::Way;
+use patchbay_observe::log::{Record, Summary};
 use patchbay_observe::state::{PRESSURES, State};
 use patchbay_proto::v1;
 use static_keys::{Class, NotPatchable};
@@ -16,6 +17,7 @@ use crate::keys::{
     ClosedGate, Event, FlipReport, HoldId, HoldView, KeyOutcome, KeyView, KeysError, Known,
     Quarantine, QuarantineCause, RegistrationPhase, Safety, SiteView, UpdateSummary,
 };
+use crate::log::first_line;
 
 pub fn to_u32(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
@@ -76,8 +78,8 @@ pub fn registration(phase: RegistrationPhase) -> v1::RegistrationState {
     }
 }
 
-/// Returns what a kernel's memory says of its state.
-pub fn kernel_state(state: State) -> v1::KernelState {
+/// Returns what a kernel's memory and its log say of its state.
+pub fn kernel_state(state: State, log: Summary) -> v1::KernelState {
     let percent = |hundredths: u64| hundredths as f64 / 100.0;
     let kinds = PRESSURES.iter().zip(state.pressure.into_iter().flatten());
     let pressure = kinds.map(|(kind, [ten, sixty])| v1::Pressure {
@@ -93,6 +95,18 @@ pub fn kernel_state(state: State) -> v1::KernelState {
         pressure: pressure.collect(),
         panicked: state.panicked,
         uptime_seconds: state.uptime,
+        last_warning: log.report.map(message),
+        panic: log.panic.map(message),
+        log_overwritten: log.overwritten,
+        log_refused: log.refused,
+    }
+}
+
+fn message(record: Record) -> v1::KernelMessage {
+    v1::KernelMessage {
+        sequence: record.seq,
+        time: Duration::from_nanos(record.time).try_into().ok(),
+        text: first_line(&record.text.unwrap_or_default()),
     }
 }
 

@@ -109,9 +109,10 @@ impl GuestService for GuestApi {
         request: Request<v1::DescribeGuestRequest>,
     ) -> Result<Response<v1::DescribeGuestResponse>, Status> {
         let (guest, _, request) = self.access.admit(request)?;
-        if request.get_ref().find_kernel_state {
-            Place::search(&guest.keys).await?;
-        }
+        let summary = match request.get_ref().find_kernel_state {
+            true => Place::search_for(&guest.keys, |place| place.summary()).await?,
+            false => None,
+        };
         let description = guest.keys.machine().description();
         let registration = guest.keys.describe();
         let transports: Vec<i32> = description
@@ -142,7 +143,8 @@ impl GuestService for GuestApi {
             discovery: registration.discovery.as_deref().map(convert::discovery),
             declared_keys: registration.declared,
             declaration_errors: registration.undeclared.clone(),
-            kernel_state: Place::state(&guest.keys).map(convert::kernel_state),
+            kernel_state: Place::state(&guest.keys)
+                .map(|state| convert::kernel_state(state, summary.unwrap_or_default())),
             status: Some(status::status(&guest, registration)),
         }))
     }

@@ -17,6 +17,7 @@ mod text;
 
 pub use self::reader::Place;
 pub use self::stream::{LogStream, Wanted};
+pub use self::text::first_line;
 
 #[cfg(test)]
 mod tests;

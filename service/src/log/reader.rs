@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use patchbay_guest::kernel_memory::KernelMemory;
-use patchbay_observe::log::{Batch, Follower, Record, Start, Terms, newest};
+use patchbay_observe::log::{Batch, Follower, Record, Start, Summary, Terms, newest};
 use patchbay_observe::state::State;
+use patchbay_proto::KERNEL_REPORTS;
 
 use crate::keys::registry::{KernelLog, Look};
 use crate::keys::{Keys, KeysError};
@@ -49,10 +50,21 @@ impl Place {
     /// [`KeysError::NotRegistered`] with the reason, and [`KeysError::Internal`] if the search
     /// panics.
     pub async fn search(keys: &Arc<Keys>) -> Result<Self, KeysError> {
+        Self::search_for(keys, |place| place).await
+    }
+
+    /// Finds the log as [`Place::find`] does, and reads it, on a thread that may block.
+    ///
+    /// # Errors
+    /// Those of [`Place::search`].
+    pub async fn search_for<T: Send + 'static>(
+        keys: &Arc<Keys>,
+        read: impl FnOnce(Self) -> T + Send + 'static,
+    ) -> Result<T, KeysError> {
         let keys = Arc::clone(keys);
-        let place = tokio::task::spawn_blocking(move || Self::find(&keys)).await;
-        place.map_err(|error| KeysError::Internal {
-            message: format!("the kernel's log cannot be found: {error}; report it, it is a bug"),
+        let found = tokio::task::spawn_blocking(move || Self::find(&keys).map(read)).await;
+        found.map_err(|error| KeysError::Internal {
+            message: format!("the kernel's log cannot be read: {error}; report it, it is a bug"),
         })?
     }
 
@@ -60,6 +72,11 @@ impl Place {
     pub fn state(keys: &Keys) -> Option<State> {
         let place = Self::of(keys, keys.registry().known_log()?).ok()?;
         Some(place.log.log.state.read(&place.memory))
+    }
+
+    /// Searches the log for the newest reports of errors. Returns `None` if it cannot be read.
+    pub fn summary(&self) -> Option<Summary> {
+        Summary::read(&self.memory, &self.log.log.source, KERNEL_REPORTS)
     }
 
     fn of(keys: &Keys, log: KernelLog) -> Result<Self, KeysError> {

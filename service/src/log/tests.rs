@@ -252,4 +252,7 @@ fn texts_are_printable_and_bounded() {
     );
     assert_eq!(printable("\u{9b}".as_bytes()), r"\xc2\x9b");
     assert_eq!(printable(&[b'x'; 100_000]).len(), 4096);
+    assert_eq!(first_line(b"a\tb\x1b[2J\nanother line"), r"a b\x1b[2J");
+    assert_eq!(first_line("\u{e9}".repeat(400).as_bytes()).len(), 512);
+    assert_eq!(first_line(&[0xff; 4000]).len(), 512);
 }

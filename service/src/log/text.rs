@@ -28,6 +28,19 @@ pub fn printable(text: &[u8]) -> String {
     printable
 }
 
+/// The maximum number of bytes of a text in a description of the guest.
+const MAX_LINE: usize = 512;
+
+/// Makes the first line of a text printable, and truncates it to `MAX_LINE` bytes.
+pub fn first_line(text: &[u8]) -> String {
+    let line = text.split(|byte| *byte == b'\n').next();
+    let mut line = printable(line.unwrap_or_default());
+    // A tab would move the cursor.
+    line = line.replace('\t', " ");
+    line.truncate(line.floor_char_boundary(MAX_LINE));
+    line
+}
+
 fn escape(bytes: &[u8], out: &mut String) {
     for byte in bytes {
         // Writing to a String does not fail.

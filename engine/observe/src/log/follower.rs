@@ -8,7 +8,7 @@ use crate::KernelView;
 /// The maximum number of searches for the position in one poll.
 const MAX_SEARCHES: usize = 16;
 /// The maximum number of slots that one poll examines, not counting the records that it returns.
-const MAX_STEPS: u64 = 4096;
+pub(super) const MAX_STEPS: u64 = 4096;
 /// The maximum number of reclaimed records that a search skips one by one before it bisects.
 const MAX_RECLAIMED: u64 = MAX_STEPS / 2;
 
@@ -282,7 +282,7 @@ fn advance(
 /// Returns the id and the sequence number of the oldest whole record. It skips up to
 /// [`MAX_RECLAIMED`] reclaimed records one by one, and the others by bisection, because reclaimed
 /// records, except empty lines, are older than all others.
-fn oldest(
+pub(super) fn oldest(
     view: &(impl KernelView + ?Sized),
     ring: &Ring<'_>,
     steps: &mut u64,

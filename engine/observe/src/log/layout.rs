@@ -46,6 +46,8 @@ pub(super) struct RingLayout {
     pub tail: Field,
     pub text_bits: Field,
     pub text: Field,
+    /// `fail`, the number of records for which a writer found no room.
+    pub refused: Option<Field>,
 }
 
 /// `struct prb_desc`.
@@ -94,6 +96,7 @@ impl Layout {
                 tail: descriptors("tail_id", 8)?,
                 text_bits: texts("size_bits", 4)?,
                 text: texts("data", 8)?,
+                refused: ring.field(&["fail"], 8).ok(),
             },
             descriptor: DescriptorLayout {
                 size: descriptor.size as usize,

@@ -47,9 +47,11 @@
 mod follower;
 mod layout;
 mod ring;
+mod summary;
 
 pub use self::follower::{Batch, Follower, Start, Terms, newest};
 pub use self::layout::{Layout, SYMBOL, TYPES};
+pub use self::summary::Summary;
 
 /// A kernel's log: the address of the pointer `prb`, and the layout of its structures.
 #[derive(Clone, Debug, PartialEq, Eq)]

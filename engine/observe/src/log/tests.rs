@@ -5,6 +5,7 @@ use crate::testing::{BASE, Log, Version};
 use crate::{Member, Types};
 
 mod hostile;
+mod summary;
 mod torn;
 
 const ALL: Terms = Terms {

@@ -106,7 +106,9 @@ impl Report {
         Self {
             boot_id: bounded(&format!("{MEMORY}{kind} {boot}")),
             kernel_warnings,
-            last_message: String::new(),
+            last_message: state
+                .last_warning
+                .map_or_else(String::new, |message| bounded(&message.text)),
             pressure: averages(state.pressure),
         }
     }
@@ -241,7 +243,16 @@ mod tests {
             ..state
         };
         assert_eq!(of(counted.clone()).kernel_warnings, u64::MAX);
-        assert_eq!(of(counted).boot_id, "memory counted 7f");
+        assert_eq!(of(counted.clone()).boot_id, "memory counted 7f");
+        assert_eq!(of(counted.clone()).last_message, "");
+        let warned = v1::KernelState {
+            last_warning: Some(v1::KernelMessage {
+                text: "x".repeat(10_000),
+                ..v1::KernelMessage::default()
+            }),
+            ..counted
+        };
+        assert!(of(warned).last_message.len() < 2000);
     }
 
     #[test]

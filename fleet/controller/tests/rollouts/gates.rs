@@ -156,12 +156,15 @@ async fn the_memory_of_a_guest_without_an_agent_tells_its_health() {
     let running = replica.start("net", &text).await;
     wait_for(&running, |phase| phase == Phase::Running(Stage::Baking)).await;
     assert_eq!(fleet.counts("alpha"), [1, 0]);
+    let warning = "WARNING: CPU: 0 PID: 1 at net/core/dev.c:1 \u{1b}[2J";
+    logs[0].print(4, warning);
+    logs[0].print(4, "---[ end trace 0000000000000000 ]---");
     logs[0].put_health([7, 2], [0; 5]);
     let aborted = Phase::Ended(End::Aborted);
     assert_eq!(wait_for(&running, is_over).await, aborted);
     assert_eq!(fleet.counts("alpha"), [0; 2]);
     let timeline = running.rollout().header().timeline.clone();
-    let expected = "web-0: 1 kernel warnings since the wave began, more than 0";
+    let expected = "web-0: 1 kernel warnings since the wave began, more than 0; its last message is \"WARNING: CPU: 0 PID: 1 at net/core/dev.c:1 \\\\x1b[2J\"";
     let is_named = timeline.iter().any(|entry| entry.text.contains(expected));
     assert!(is_named, "{timeline:?}");
 
