@@ -91,8 +91,16 @@ pub enum TraceCommand {
         #[arg(long, value_parser = time_in(times::ANY), value_name = "TIME")]
         duration: Option<Duration>,
     },
-    /// Show rates and losses of armed events.
+    /// Show rates and losses of armed events, and the figures of the guest's ring buffer.
     Stat {
+        /// The reader of the ring buffer's figures [default: the agent if one is connected,
+        /// otherwise the guest's memory].
+        #[arg(long, value_enum)]
+        source: Option<Source>,
+        /// The ring buffer of this tracefs instance of the guest, read in memory, instead of that
+        /// of the top level.
+        #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
+        instance: Option<String>,
         /// Time during which events are counted, 1ms to 1h.
         #[arg(long, value_parser = time_in(times::INTERVAL), value_name = "TIME", default_value = "1s")]
         interval: Duration,

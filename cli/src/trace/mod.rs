@@ -19,6 +19,7 @@ use crate::args::output::{Output, OutputArgument};
 use crate::client::selected::Selected;
 use crate::client::{Client, lists};
 use crate::failure::Failure;
+use crate::guest::log::Source;
 use crate::names::expand;
 use crate::print::Answer;
 
@@ -103,8 +104,17 @@ pub async fn run(
             };
             stream::record(&client, stream, format, &path, duration).await
         }
-        TraceCommand::Stat { interval } => {
-            let verb = async |client: Client| stat(&client, interval).await;
+        TraceCommand::Stat {
+            source,
+            instance,
+            interval,
+        } => {
+            let request = &v1::GetTracepointStatsRequest {
+                source: trace_source(source).into(),
+                instance: instance.unwrap_or_default(),
+                ..Default::default()
+            };
+            let verb = async |client: Client| stat(&client, request, interval).await;
             selected.run(output, "counting events", verb).await
         }
         TraceCommand::Agent => {
@@ -127,8 +137,19 @@ async fn list(
     Ok(answer)
 }
 
-async fn sample(client: &Client) -> Result<status::Sample, Failure> {
-    let request = client.request(v1::GetTracepointStatsRequest::default());
+fn trace_source(source: Option<Source>) -> v1::TraceSource {
+    match source {
+        None => v1::TraceSource::Unspecified,
+        Some(Source::Memory) => v1::TraceSource::Memory,
+        Some(Source::Agent) => v1::TraceSource::Agent,
+    }
+}
+
+async fn sample(
+    client: &Client,
+    request: &v1::GetTracepointStatsRequest,
+) -> Result<status::Sample, Failure> {
+    let request = client.request(request.clone());
     let stats = client.tracepoints().get_tracepoint_stats(request).await?;
     let armed = v1::ListTracepointsRequest {
         armed_only: true,
@@ -143,11 +164,15 @@ async fn sample(client: &Client) -> Result<status::Sample, Failure> {
     })
 }
 
-async fn stat(client: &Client, interval: Duration) -> Result<Answer<status::Stat>, Failure> {
-    let before = sample(client).await?;
+async fn stat(
+    client: &Client,
+    request: &v1::GetTracepointStatsRequest,
+    interval: Duration,
+) -> Result<Answer<status::Stat>, Failure> {
+    let before = sample(client, request).await?;
     let started = std::time::Instant::now();
     tokio::time::sleep(interval).await;
-    let after = sample(client).await?;
+    let after = sample(client, request).await?;
     Ok(status::Stat::new(&before, after, started.elapsed()).into())
 }
 

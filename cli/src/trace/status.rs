@@ -21,12 +21,25 @@ pub struct Stat {
     /// The losses since the monitor started.
     pub losses: Losses,
     pub streams: u32,
+    /// The reader of the figures of the guest's ring buffer: "memory" or "agent".
+    pub source: &'static str,
     pub buffered_events: u64,
     pub buffer_bytes: u64,
     pub overwritten_events: u64,
+    /// Events that the guest has written to the ring buffer and that its own readers have consumed,
+    /// since the ring buffer was emptied; only in memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ring: Option<Ring>,
     /// The uncertainty of the guest's clock: half of the shortest round trip, in nanoseconds.
     pub clock_error_ns: Option<i64>,
     pub stale: String,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Ring {
+    pub written_events: u64,
+    pub consumed_events: u64,
+    pub written_per_second: f64,
 }
 
 #[derive(Debug, Serialize)]
@@ -63,7 +76,19 @@ impl Stat {
             ),
             tracepoint: tracepoint.into(),
         };
+        let ring = |before: &v1::GetTracepointStatsResponse,
+                    after: &v1::GetTracepointStatsResponse| Ring {
+            written_events: after.written_events,
+            consumed_events: after.consumed_events,
+            written_per_second: per_second(before.written_events, after.written_events, time),
+        };
+        let is_memory = after.stats.source() == v1::TraceSource::Memory;
         Self {
+            source: match is_memory {
+                true => "memory",
+                false => "agent",
+            },
+            ring: is_memory.then(|| ring(&before.stats, &after.stats)),
             tracepoints: after.tracepoints.into_iter().map(rate).collect(),
             events_per_second: per_second(before.stats.events, after.stats.events, time),
             page_bytes_per_second: per_second(
@@ -115,14 +140,23 @@ impl Printable for Stat {
         });
         let mut text = format!(
             "{:.0} events/s and {:.0} bytes/s to {}; lost: {lost}\n\
-             {} events wait in the guest's ring buffer of {} KiB, {} were overwritten; clocks agree to {clock}\n",
+             {} events {} in the guest's ring buffer of {} KiB, {} were overwritten; clocks agree to {clock}\n",
             self.events_per_second,
             self.page_bytes_per_second,
             print::counted(self.streams.into(), "stream"),
             self.buffered_events,
+            // Those in the ring buffer of the agent are not sent yet.
+            if self.ring.is_some() { "are" } else { "wait" },
             self.buffer_bytes >> 10,
             self.overwritten_events,
         );
+        if let Some(ring) = &self.ring {
+            let _ = writeln!(
+                text,
+                "{:.0} events/s are written to it, {} in all, of which readers in the guest took {}",
+                ring.written_per_second, ring.written_events, ring.consumed_events,
+            );
+        }
         if !self.stale.is_empty() {
             let _ = writeln!(text, "the guest's figures are missing: {}", self.stale);
         }

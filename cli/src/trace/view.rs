@@ -29,6 +29,8 @@ pub struct Tracepoint {
     pub key: String,
     /// The probes that belong to no event and are silent while it is parked.
     pub also_serves: Vec<String>,
+    /// The tracefs instances that have enabled it, with `--armed`.
+    pub enabled_in: Vec<String>,
 }
 
 impl From<v1::Tracepoint> for Tracepoint {
@@ -48,6 +50,7 @@ impl From<v1::Tracepoint> for Tracepoint {
             refused: tracepoint.refused,
             key: tracepoint.key,
             also_serves: tracepoint.also_serves,
+            enabled_in: tracepoint.enabled_in,
         }
     }
 }
@@ -97,6 +100,7 @@ fn notes(tracepoint: &Tracepoint) -> String {
     };
     note("fired by ", &tracepoint.fired_by.join(" "));
     note("armed by ", &tracepoint.armed_by.join(" "));
+    note("enabled in ", &tracepoint.enabled_in.join(", "));
     note("others: ", &tracepoint.others.join(", "));
     let is_silent = !tracepoint.enabled && tracepoint.state == "disarmed";
     if is_silent && tracepoint.probes.is_some_and(|probes| probes > 0) {

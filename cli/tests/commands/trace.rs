@@ -292,6 +292,90 @@ fn named_events_are_read_in_memory_without_an_agent() {
     }
 }
 
+/// The figures of the ring buffer are read in memory where no agent is connected.
+#[test]
+fn the_ring_buffer_is_counted_in_memory_without_an_agent() {
+    let lab = Lab::with(&[TestKey::new("alpha", 1)]);
+    let stat = ["trace", "stat", "--interval", "1ms"];
+    let counted = lab.json(&stat);
+    assert_eq!(counted["source"], "agent");
+    let stale = counted["stale"].as_str().expect("a reason");
+    assert!(stale.contains("no agent is connected"), "{counted}");
+    let said = lab.fails(1, &[&stat, &["--source", "memory"][..]].concat());
+    assert!(said.contains("not found in its memory"), "{said}");
+
+    let rings = GuestRings::new(&lab.guest);
+    rings.found_by(&lab.registry);
+    rings.write(|writer| {
+        writer.put_instances([&b"boot"[..]]);
+        (0..2000).for_each(|number| writer.event(1, number, &numbered(number)));
+    });
+    for more in [&[][..], &["--instance", "boot"], &["--source", "memory"]] {
+        let counted = lab.json(&[&stat, more].concat());
+        assert_eq!(counted["source"], "memory", "{counted}");
+        assert_eq!(counted["stale"], "");
+        // The test guest has two CPUs with four pages each.
+        assert_eq!(counted["buffer_bytes"], 2 * 4 * 4096);
+        let number = |name: &str| counted[name].as_u64().expect("a number");
+        let held = 2000 - number("overwritten_events");
+        assert!(held < 2000, "{counted}");
+        assert_eq!(number("buffered_events"), held);
+        let written = serde_json::json!({
+            "written_events": 2000,
+            "consumed_events": 0,
+            "written_per_second": 0.0,
+        });
+        assert_eq!(counted["ring"], written);
+    }
+    let text = lab.ok(&stat);
+    assert!(text.contains("ring buffer of 32 KiB"), "{text}");
+    assert!(text.contains("2000 in all"), "{text}");
+    let said = lab.fails(1, &[&stat, &["--instance", "bo"][..]].concat());
+    assert!(
+        said.contains("no tracefs instance \"bo\"; it has boot"),
+        "{said}"
+    );
+    let agent = ["--source", "agent", "--instance", "boot"];
+    let said = lab.fails(2, &[&stat, &agent[..]].concat());
+    assert!(said.contains("instance"), "{said}");
+}
+
+/// Which instances of the guest have enabled an event is told with the armed ones.
+#[test]
+fn armed_events_name_the_instances_that_have_enabled_them() {
+    let keys = [
+        TestKey::tracepoint("numbered", true),
+        TestKey::tracepoint("alike", true),
+    ];
+    let lab = Lab::with(&keys);
+    let rings = GuestRings::new(&lab.guest);
+    rings.found_by(&lab.registry);
+    rings.write(|writer| {
+        writer.put_files(false, [1, 0, 1]);
+        writer.put_files(true, [1, 0, 0]);
+    });
+    let armed = lab.json(&["trace", "events", "--armed"]);
+    let enabled: Vec<_> = armed
+        .as_array()
+        .expect("a list")
+        .iter()
+        .map(|event| (event["name"].as_str(), event["enabled_in"].clone()))
+        .collect();
+    let expected = [
+        (Some("test:alike"), serde_json::json!([])),
+        (
+            Some("test:numbered"),
+            serde_json::json!(["foo", "top level"]),
+        ),
+    ];
+    assert_eq!(enabled, expected);
+    let text = lab.ok(&["trace", "events", "--armed"]);
+    assert!(text.contains("enabled in foo, top level"), "{text}");
+    // Without --armed, the instances are not read.
+    let all = lab.json(&["trace", "events", "numbered"]);
+    assert_eq!(all[0]["enabled_in"], serde_json::json!([]));
+}
+
 /// Records what the rings of a guest hold.
 fn dat(lab: &Lab, file: &Path, more: &[&str]) -> String {
     let record = [

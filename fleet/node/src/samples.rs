@@ -53,7 +53,12 @@ async fn ask(guest: HostedGuest) -> Option<Sample> {
         ..v1::DescribeGuestRequest::default()
     };
     let guest = guests.describe_guest(request).await.ok()?.into_inner();
-    let request = v1::GetTracepointStatsRequest { guest: name };
+    // A search for the ring buffer in memory may take as long as a discovery.
+    let request = v1::GetTracepointStatsRequest {
+        guest: name,
+        source: v1::TraceSource::Agent.into(),
+        ..v1::GetTracepointStatsRequest::default()
+    };
     let events = tracepoints.get_tracepoint_stats(request).await;
     let events = events.ok()?.into_inner();
     Some(Sample { guest, events })

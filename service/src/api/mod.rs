@@ -27,6 +27,7 @@ mod snapshot;
 mod static_keys;
 mod status;
 mod trace_events;
+mod trace_stats;
 mod tracepoints;
 
 pub use self::access::Access;

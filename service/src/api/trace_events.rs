@@ -163,10 +163,7 @@ async fn memory(
         v1::TraceSource::Agent => return Ok(None),
         other => other,
     };
-    if request.instance.len() > MAX_INSTANCE_BYTES {
-        let message = format!("is longer than {MAX_INSTANCE_BYTES} bytes");
-        return Err(invalid("instance", message));
-    }
+    check_instance(&request.instance)?;
     let permit = guest.tracer.hub.permit_in_memory(principal)?;
     let wanted = Wanted {
         instance: request.instance.clone(),
@@ -239,6 +236,18 @@ fn choose(
             Err(invalid(field, message))
         }
     }
+}
+
+/// Checks the name of an instance in the guest.
+///
+/// # Errors
+/// The name is too long.
+pub fn check_instance(instance: &str) -> Result<(), TraceError> {
+    if instance.len() > MAX_INSTANCE_BYTES {
+        let message = format!("is longer than {MAX_INSTANCE_BYTES} bytes");
+        return Err(invalid("instance", message));
+    }
+    Ok(())
 }
 
 /// Returns an INVALID_ARGUMENT about a field.

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use patchbay_observe::trace::Enabled;
 use patchbay_proto::agent::v1 as agent;
 use patchbay_proto::agent::v1::from_agent::Message as Answer;
 use patchbay_proto::agent::v1::to_agent::Message as Question;
@@ -28,6 +29,7 @@ use super::kernel_log::Log;
 use super::reading::{Counted, recorded};
 use super::requests::{CallTimes, MAX_TTL, from_proto, page_size, summary_only};
 use super::trace_events::{self, invalid};
+use super::trace_stats;
 use crate::keys::KeysError;
 use crate::keys::replay::RequestId;
 use crate::trace::link::bounded;
@@ -217,30 +219,9 @@ impl TracepointsService for TracepointsApi {
         &self,
         request: Request<v1::GetTracepointStatsRequest>,
     ) -> Result<Response<v1::GetTracepointStatsResponse>, Status> {
-        let (guest, _, _) = self.access.admit(request)?;
-        let mut stale = None;
-        let question = Question::GetBufferStats(agent::AgentGetBufferStats {});
-        let buffer = match guest.tracer.link.ask(question, PATIENCE).await {
-            Ok(Answer::BufferStats(buffer)) => buffer,
-            Ok(_) => agent::AgentBufferStats::default(),
-            Err(error) => {
-                stale = Some(error);
-                agent::AgentBufferStats::default()
-            }
-        };
-        let totals = guest.tracer.hub.totals();
-        let clock_error = guest.tracer.link.clock().error();
-        Ok(Response::new(v1::GetTracepointStatsResponse {
-            losses: Some(totals.losses),
-            events: totals.events,
-            page_bytes: totals.page_bytes,
-            streams: u32::try_from(totals.streams).unwrap_or(u32::MAX),
-            buffered_events: buffer.entries,
-            buffer_bytes: buffer.buffer_bytes,
-            overwritten_events: buffer.overrun,
-            stale: stale.map(|error| error.to_string()).unwrap_or_default(),
-            clock_error: clock_error.and_then(|error| error.try_into().ok()),
-        }))
+        let (guest, _, request) = self.access.admit(request)?;
+        let stats = trace_stats::stats(&guest, request.into_inner()).await?;
+        Ok(Response::new(stats))
     }
 
     type StreamKernelLogStream = Counted<v1::StreamKernelLogResponse>;
@@ -418,6 +399,10 @@ async fn list(
     let eventless: Vec<_> = eventless.map(|name| format!(":{name}")).collect();
     all.extend(eventless);
     let fired_by = tracer.fired_by(&armed);
+    let enabled_in = match armed_only {
+        true => tracer.enabled_in_memory().await,
+        false => Enabled::default(),
+    };
     let book = tracer.book();
     all.extend(armed);
     all.sort_unstable();
@@ -451,6 +436,7 @@ async fn list(
             key: of_event.map(|facts| facts.key.clone()).unwrap_or_default(),
             also_serves: of_event.map_or_else(Vec::new, |facts| names(&facts.also_serves)),
             probe_functions: of_event.map_or_else(Vec::new, |facts| facts.functions.clone()),
+            enabled_in: instances(enabled_in.get(&name)),
             name,
         }
     };
@@ -459,6 +445,15 @@ async fn list(
         .into_iter()
         .filter(|name| wanted.matches(name) && (!armed_only || is_armed(name)));
     Ok((chosen.map(tell).collect(), stale))
+}
+
+/// Returns the names of instances for people.
+fn instances(enabled: Option<&Vec<String>>) -> Vec<String> {
+    let shown = |name: &String| match name.as_str() {
+        "" => "top level".to_owned(),
+        name => name.to_owned(),
+    };
+    enabled.into_iter().flatten().map(shown).collect()
 }
 
 /// Returns the summary of the results, and the results unless only the summary is wanted.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use patchbay_guest::kernel_memory::KernelMemory;
 use patchbay_kernel_image::live::TASK_NAME_PROBES;
 use patchbay_observe::Bounded;
-use patchbay_observe::trace::Event;
+use patchbay_observe::trace::{Enabled, Event, Source};
 use static_keys::{Class, Key, Op};
 
 use super::switch::UNKNOWN_PROBE;
@@ -54,6 +54,14 @@ fn also_serves(key: &str, functions: &[&str]) -> Vec<&'static str> {
     // A guest may repeat them.
     let is_there = |probe: &&str| functions.contains(probe);
     TASK_NAME_PROBES.into_iter().filter(is_there).collect()
+}
+
+/// Returns the kernel's tracing and the memory that contains it.
+fn traced(keys: &Keys) -> Option<(Source, KernelMemory)> {
+    let found = keys.registry().find_log(Look::Known).ok()?;
+    let source = found.log.trace.clone().ok()?;
+    let memory = KernelMemory::new(keys.ram().ok()?, found.log.page_table);
+    Some((source, memory))
 }
 
 impl TracepointKeys for Keys {
@@ -118,18 +126,19 @@ impl TracepointKeys for Keys {
     }
 
     fn events(&self) -> Vec<String> {
-        let (Ok(found), Ok(ram)) = (self.registry().find_log(Look::Known), self.ram()) else {
+        let Some((source, memory)) = traced(self) else {
             return vec![];
         };
-        let Ok(source) = &found.log.trace else {
-            return vec![];
-        };
-        let memory = KernelMemory::new(ram, found.log.page_table);
         let view = Bounded::new(&memory, EVENT_READS, EVENT_BYTES);
-        let events = Event::all(&view, source).unwrap_or_default().into_iter();
+        let events = Event::all(&view, &source).unwrap_or_default().into_iter();
         events
             .map(|event| format!("{}:{}", event.system, event.name))
             .collect()
+    }
+
+    fn enabled_in(&self) -> Enabled {
+        let found = traced(self).and_then(|(source, memory)| source.enabled(&memory));
+        found.unwrap_or_default()
     }
 
     fn holders(&self, keys: &[String]) -> Result<Vec<Vec<Arc<str>>>, KeysError> {

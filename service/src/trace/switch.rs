@@ -6,6 +6,8 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use patchbay_observe::trace::Enabled;
+
 use crate::keys::{Caller, FlipReport, KeysError, TracepointUpdate, Use};
 
 /// Stands for a probe whose name was not kept.
@@ -82,6 +84,12 @@ pub trait TracepointKeys: Send + Sync + 'static {
     /// events are not found there. May take as long as a discovery.
     fn events(&self) -> Vec<String> {
         vec![]
+    }
+
+    /// Reads which instances have enabled which events, in the guest's memory; empty if this is not
+    /// found there. May take as long as a discovery.
+    fn enabled_in(&self) -> Enabled {
+        Enabled::default()
     }
 
     /// Returns the probes on the tracepoint of this key that belong to no event. They are silent,

@@ -5,9 +5,10 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
+use patchbay_observe::testing::Version as Kernel;
 use patchbay_observe::testing::rings::{ARRAY, BASE, Rings as Memory, Version, Writer};
 use patchbay_observe::trace::{Batch, Event, Page, Rings, Source, Start};
-use patchbay_observe::{Bounded, KernelView, state};
+use patchbay_observe::{Bounded, KernelView, state, tasks};
 
 /// The maximum number of reads of one poll, and the maximum number of bytes in them, in addition to
 /// 8 bytes for each byte that is wanted. These are the promises of `trace::Rings::poll`.
@@ -16,6 +17,11 @@ const MAX_BYTES: usize = 4 << 20;
 /// The limits of the service for lists and formats.
 const LIST_READS: usize = 1 << 16;
 const LIST_BYTES: usize = 16 << 20;
+/// The maximum number of reads for the instances that have enabled an event.
+const USER_READS: usize = 1 << 18;
+/// The maximum number of reads for the tasks of all CPUs: the offset of each, the pointer, and the
+/// copies of a task.
+const TASK_READS: usize = 2 + 8192 * (2 + 4 * 4);
 /// The maximum number of reads of a list of instances, which needs no other limit.
 const INSTANCE_READS: usize = 1025 * 6 + 1;
 
@@ -276,9 +282,20 @@ fn lists(memory: &impl KernelView, source: &Source) {
         assert!(format.bytes().all(is_text), "{format:?}");
         assert!(format.len() < 1 << 18, "{} bytes", format.len());
     }
+    let view = Counted::new(memory);
+    let enabled = source.enabled(&view).unwrap_or_default();
+    assert!(view.reads.get() <= USER_READS, "{} reads", view.reads.get());
+    let names = || enabled.values().flatten();
+    assert!(names().all(|name| name.bytes().all(|byte| matches!(byte, b' '..=b'~'))));
+    let bytes = names().map(String::len).sum::<usize>();
+    assert!(bytes <= 1 << 20, "{bytes} bytes");
+    let view = Counted::new(memory);
+    let counters = Rings::new(source.clone(), ARRAY, Start::Oldest).counters(&view);
+    assert!(counters.is_none_or(|all| all.iter().all(|cpu| cpu.held() <= cpu.written)));
+    assert!(view.reads.get() <= 4 + 8192, "{} reads", view.reads.get());
 }
 
-/// Reads the words of the kernel's state as if they were at an address.
+/// Reads the words of the kernel's state, and its tasks, as if they were at an address.
 fn keep_time(memory: &impl KernelView, address: u64) {
     let words = [address, address.wrapping_add(8)];
     let source = state::Source {
@@ -294,4 +311,19 @@ fn keep_time(memory: &impl KernelView, address: u64) {
     assert!(view.reads.get() <= 32, "{} reads", view.reads.get());
     const MILLENNIUM: u64 = 1000 * 366 * 86_400;
     assert!(state.uptime.is_none_or(|uptime| uptime <= MILLENNIUM));
+    let tasks = tasks::Source {
+        cpus: address,
+        online: address,
+        offsets: address,
+        current: address,
+        layout: tasks::Layout::read(&Kernel::V6_12).expect("it is whole"),
+    };
+    let view = Counted::new(memory);
+    let running = tasks.read(&view).unwrap_or_default();
+    assert!(view.reads.get() <= TASK_READS, "{} reads", view.reads.get());
+    assert!(
+        running
+            .iter()
+            .all(|task| task.cpu < 8192 && task.name.len() <= 16)
+    );
 }

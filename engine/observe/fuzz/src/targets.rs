@@ -5,7 +5,7 @@
 #[path = "rings.rs"]
 mod rings;
 
-use patchbay_observe::log::{Follower, Start, Terms, newest};
+use patchbay_observe::log::{Follower, Start, Summary, Terms, newest};
 use patchbay_observe::testing::{BASE, Log, Version};
 
 pub use self::rings::rings;
@@ -63,6 +63,12 @@ pub fn logs(data: &[u8]) {
     }
     poll(&log, &mut follower, 0);
     let _ = newest(&log, &source);
+    let before = log.reads();
+    let summary = Summary::read(&log, &source, &["xx"]);
+    let reads = log.reads() - before;
+    assert!(reads < MAX_READS, "{reads} reads");
+    let report = summary.and_then(|summary| summary.report?.text);
+    assert!(report.is_none_or(|text| text.starts_with(b"xx")));
 }
 
 /// Polls, and checks the guarantees of a batch.

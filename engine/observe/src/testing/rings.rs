@@ -54,6 +54,7 @@ mod ring {
     pub const COMMITTING: u64 = 128;
     pub const READ: u64 = 136;
     pub const LAST_OVERRUN: u64 = 144;
+    pub const PAGES: u64 = 152;
 }
 
 /// Called before each read with its number.
@@ -110,6 +111,8 @@ pub struct Writer {
     /// Addresses of the next structure and of the next text of an event.
     structures: u64,
     texts: u64,
+    /// Addresses of the events.
+    calls: Vec<u64>,
 }
 
 impl Rings {
@@ -193,6 +196,7 @@ impl Writer {
             rings: Vec::new(),
             structures: EVENTS,
             texts: TEXTS,
+            calls: Vec::new(),
         };
         let link = |at, next, previous| [(at, next), (at + 8, previous)];
         let lists = [
@@ -325,6 +329,9 @@ impl Writer {
             self.put(at + 8, before);
             self.put(at + 16, text);
             self.put(at + 40, BUFFER);
+            // It has enabled no event.
+            self.put(at + 24, at + 24);
+            self.put(at + 32, at + 24);
             (before, at) = (at, at + STEP);
         }
         self.put(before, ARRAY);
@@ -366,6 +373,8 @@ impl Writer {
             (ring::COMMITTING, 0),
             (ring::READ, ring.read),
             (ring::LAST_OVERRUN, ring.last_overrun),
+            // Without the reader page.
+            (ring::PAGES, ring.pages.len() as u64 - 1),
         ];
         let address = ring.address;
         for (offset, word) in words {

@@ -9,7 +9,7 @@ use crate::fields::Field;
 use crate::{KernelView, copy, number, word};
 
 /// The maximum number of events. 7.3 with the modules of a distribution has less than 3000.
-const MAX_EVENTS: usize = 16_384;
+pub(super) const MAX_EVENTS: usize = 16_384;
 /// The maximum number of fields of one event.
 const MAX_FIELDS: usize = 128;
 /// The maximum length of a name in bytes.
@@ -135,6 +135,11 @@ impl Event {
                 last_field?,
             ],
         })
+    }
+
+    /// Returns the address of its `struct trace_event_call`.
+    pub(super) fn address(&self) -> u64 {
+        self.address
     }
 
     /// Returns whether the kernel still has this event. An event that is registered after another

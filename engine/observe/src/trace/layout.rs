@@ -40,6 +40,7 @@ pub const TYPES: &[&str] = &[
     "trace_event",
     "trace_event_call",
     "trace_event_class",
+    "trace_event_file",
     "tracepoint",
 ];
 
@@ -54,6 +55,8 @@ pub struct Layout {
     pub(super) call: CallLayout,
     pub(super) class: ClassLayout,
     pub(super) field: FieldLayout,
+    /// `None` if the kernel's types do not have it.
+    pub(super) file: Option<FileLayout>,
 }
 
 /// `struct trace_array`.
@@ -89,6 +92,8 @@ pub(super) struct CpuLayout {
     pub read: Field,
     pub commits: Field,
     pub committing: Field,
+    /// Number of pages, without the reader page.
+    pub pages: Option<Field>,
 }
 
 /// `struct buffer_page`.
@@ -152,6 +157,19 @@ pub(super) struct FieldLayout {
     pub length: Option<Field>,
 }
 
+/// `struct trace_event_file`, and the list of them in a `struct trace_array`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct FileLayout {
+    /// Offset of the list in the array.
+    pub files: u64,
+    pub size: usize,
+    /// Offset of the link in a file.
+    pub list: u64,
+    pub next: Field,
+    pub call: Field,
+    pub flags: Field,
+}
+
 impl Layout {
     /// Reads the layout from a kernel's types.
     ///
@@ -188,6 +206,7 @@ impl Layout {
                 read: pointer("read")?,
                 commits: pointer("commits")?,
                 committing: pointer("committing")?,
+                pages: pointer("nr_pages").ok(),
             },
             page: PageLayout {
                 size: page.size as usize,
@@ -205,6 +224,7 @@ impl Layout {
             call: CallLayout::read(types)?,
             class: ClassLayout::read(types)?,
             field: FieldLayout::read(types)?,
+            file: FileLayout::read(types).ok(),
         })
     }
 }
@@ -253,6 +273,21 @@ impl FieldLayout {
             // The low byte suffices for both the word and the bit.
             signed: field.field(&["is_signed"], 1)?,
             length: field.field(&["len"], 4).ok(),
+        })
+    }
+}
+
+impl FileLayout {
+    fn read(types: &(impl Types + ?Sized)) -> Result<Self, String> {
+        let array = Structure::new(types, "trace_array")?;
+        let file = Structure::new(types, "trace_event_file")?;
+        Ok(Self {
+            files: array.member(&["events"], 16)?.offset.into(),
+            size: file.size as usize,
+            list: file.member(&["list"], 16)?.offset.into(),
+            next: file.field(&["list"], 8)?,
+            call: file.field(&["event_call"], 8)?,
+            flags: file.field(&["flags"], 8)?,
         })
     }
 }

@@ -70,6 +70,7 @@ mod follower;
 mod layout;
 mod page;
 mod ring;
+mod users;
 
 use std::collections::HashSet;
 use std::sync::atomic::{Ordering, fence};
@@ -80,6 +81,7 @@ pub use self::follower::{Batch, Chunk, Start};
 pub use self::layout::{ARRAYS, COMMON_FIELDS, CPUS, EVENTS, Layout, SYSCALL_FIELDS, TYPES};
 pub use self::page::{Events, Page, PageError};
 use self::ring::Pages;
+pub use self::users::{Counters, Enabled};
 use crate::{Bounded, KernelView, copy, word};
 
 /// The maximum number of reads of one poll, and the maximum number of bytes in them, in addition to
@@ -112,13 +114,18 @@ pub struct Source {
 }
 
 impl Source {
-    /// Returns the names of the instances. Characters other than printable ASCII are escaped. The
-    /// name of the top level is empty. Returns `None` if the list cannot be read.
+    /// Returns the names of the instances, in any bytes. The name of the top level is empty. Returns
+    /// `None` if the list cannot be read.
+    pub fn names(&self, view: &(impl KernelView + ?Sized)) -> Option<Vec<Vec<u8>>> {
+        let arrays = events::arrays(view, self)?.into_iter();
+        Some(arrays.map(|(_, name)| name).collect())
+    }
+
+    /// Returns the names of the instances. Characters other than printable ASCII are escaped.
+    /// Returns `None` if the list cannot be read.
     pub fn instances(&self, view: &(impl KernelView + ?Sized)) -> Option<Vec<String>> {
-        let arrays = events::arrays(view, self)?;
-        let shown = arrays
-            .iter()
-            .map(|(_, name)| name.escape_ascii().to_string());
+        let names = self.names(view)?;
+        let shown = names.iter().map(|name| name.escape_ascii().to_string());
         Some(shown.collect())
     }
 

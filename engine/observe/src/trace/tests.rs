@@ -7,6 +7,7 @@ mod losses;
 mod mapped;
 mod suspect;
 mod torn;
+mod users;
 
 use std::cell::RefCell;
 use std::rc::Rc;

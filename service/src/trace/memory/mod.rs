@@ -14,4 +14,7 @@ mod gaps;
 mod reader;
 mod stream;
 
+pub use patchbay_observe::trace::Counters;
+
+pub use self::reader::counters;
 pub use self::stream::{MemoryStream, Wanted};

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use patchbay_guest::kernel_memory::KernelMemory;
 use patchbay_observe::Bounded;
-use patchbay_observe::trace::{Batch, Page, Rings, Source, Start};
+use patchbay_observe::trace::{Batch, Counters, Page, Rings, Source, Start};
 use patchbay_proto::v1::TraceLosses;
 use static_keys::Patterns;
 
@@ -121,6 +121,18 @@ fn no_instance(source: &Source, memory: &KernelMemory, instance: &str) -> TraceE
             format!("the guest has no tracefs instance {instance:?}; it has {listed}{more}")
         }
     })
+}
+
+/// Returns the counters of each CPU's ring of an instance. This may take as long as a discovery.
+///
+/// # Errors
+/// The rings are not found or cannot be read, or the kernel has no such instance.
+pub fn counters(keys: &Keys, instance: &str) -> Result<Vec<Counters>, TraceError> {
+    let place = Place::find(keys, instance)?;
+    let counters = place.rings(Start::Oldest).counters(&place.memory);
+    // The memory of an instance that was removed meanwhile may belong to another one.
+    let counters = counters.filter(|_| place.has_instance());
+    counters.ok_or_else(|| not_found("its counters cannot be read; try again"))
 }
 
 /// The events of one poll.

@@ -42,6 +42,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use patchbay_observe::trace::Enabled;
 use patchbay_proto::agent::v1::from_agent::Message as Answer;
 use patchbay_proto::agent::v1::to_agent::Message as Question;
 use patchbay_proto::agent::v1::{AgentEvents, AgentListEvents};
@@ -264,6 +265,14 @@ impl Tracer {
         let keys = Arc::clone(&self.keys);
         let events = tokio::task::spawn_blocking(move || keys.events()).await;
         events.unwrap_or_default()
+    }
+
+    /// Reads in the guest's memory which instances have enabled which events; empty if this is not
+    /// found.
+    pub(crate) async fn enabled_in_memory(&self) -> Enabled {
+        let keys = Arc::clone(&self.keys);
+        let enabled = tokio::task::spawn_blocking(move || keys.enabled_in()).await;
+        enabled.unwrap_or_default()
     }
 
     /// Reads the number of probes on the tracepoints of these keys.

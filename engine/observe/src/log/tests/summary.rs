@@ -55,7 +55,7 @@ fn losses_since_boot_are_counted() {
     let found = summary(&log);
     assert_eq!((found.overwritten, found.refused), (Some(0), Some(0)));
     log.write(|writer| {
-        (0..99).for_each(|_| drop(writer.print(6, "another")));
+        (0..99).for_each(|_| _ = writer.print(6, "another"));
         writer.refuse(7);
     });
     let found = summary(&log);
@@ -71,7 +71,7 @@ fn the_search_ends_at_the_oldest_record() {
     let log = Log::new(Version::V6_12, 4, 12);
     log.write(|writer| {
         writer.print(4, "WARNING: long ago");
-        (0..99).for_each(|_| drop(writer.print(6, "another")));
+        (0..99).for_each(|_| _ = writer.print(6, "another"));
     });
     assert_eq!(summary(&log).report, None);
 }
@@ -81,7 +81,7 @@ fn a_huge_ring_takes_a_bounded_number_of_reads() {
     let log = Log::new(Version::V6_12, 15, 20);
     log.write(|writer| {
         writer.print(4, "WARNING: long ago");
-        (0..20_000).for_each(|_| drop(writer.print(6, "another")));
+        (0..20_000).for_each(|_| _ = writer.print(6, "another"));
     });
     log.before_read(|_, _| {});
     assert_eq!(summary(&log).report, None);

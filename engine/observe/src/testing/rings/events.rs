@@ -1,7 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The events of the kernel whose rings are in memory.
 
-use super::{BASE, SYSCALL_FIELDS, Version, Writer};
+use super::{ARRAY, BASE, INSTANCE, SYSCALL_FIELDS, Version, Writer};
+
+/// Offset of the list of files in a `struct trace_array`.
+const FILES: u64 = 24;
+/// Size of a `struct trace_event_file`.
+const FILE_BYTES: u64 = 40;
 
 /// A field of an event.
 struct Field {
@@ -59,7 +64,35 @@ impl Writer {
         let [numbered, alike, (syscall, class)] = calls;
         self.put(syscall + 80, metadata);
         self.put(class + 16, SYSCALL_FIELDS);
-        self.put_list(BASE + 0x40, &[numbered.0, alike.0, syscall]);
+        self.calls = vec![numbered.0, alike.0, syscall];
+        self.put_list(BASE + 0x40, &self.calls.clone());
+        for array in [ARRAY, INSTANCE] {
+            self.put_list(array + FILES, &[]);
+        }
+    }
+
+    /// Writes the flags of the three events for the top level, or for the instance `foo`.
+    pub fn put_files(&mut self, is_instance: bool, flags: [u64; 3]) {
+        let array = if is_instance { INSTANCE } else { ARRAY };
+        let files = flags.map(|_| self.take(FILE_BYTES));
+        self.put_files_at(array, files, flags);
+    }
+
+    /// Writes the flags of the three events for an instance of [`Writer::put_instances`].
+    pub fn put_files_of(&mut self, array: u64, flags: [u64; 3]) {
+        // They have room between this `struct trace_array` and the next one.
+        let first = array + 64;
+        let files = [0, 1, 2].map(|index| first + index * FILE_BYTES);
+        self.put_files_at(array, files, flags);
+    }
+
+    fn put_files_at(&mut self, array: u64, files: [u64; 3], flags: [u64; 3]) {
+        let calls = self.calls.clone();
+        for ((file, flags), call) in files.into_iter().zip(flags).zip(calls) {
+            self.put(file + 16, call);
+            self.put(file + 24, flags);
+        }
+        self.put_list(array + FILES, &files);
     }
 
     fn take(&mut self, bytes: u64) -> u64 {

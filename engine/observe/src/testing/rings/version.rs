@@ -21,6 +21,7 @@ impl Types for Version {
         let is_new = *self != Self::V5_10;
         Some(match (structure, path) {
             ("trace_array", ["list"]) => plain(0, 16),
+            ("trace_array", ["events"]) => plain(24, 16),
             ("trace_array", ["name"]) => plain(16, 8),
             ("trace_array", ["array_buffer", "buffer"]) => plain(40, 8),
             ("trace_array", ["clock_id"]) => plain(48, 4),
@@ -35,6 +36,7 @@ impl Types for Version {
             ("ring_buffer_per_cpu", ["committing"]) => plain(ring::COMMITTING as u32, 8),
             ("ring_buffer_per_cpu", ["read"]) => plain(ring::READ as u32, 8),
             ("ring_buffer_per_cpu", ["last_overrun"]) => plain(ring::LAST_OVERRUN as u32, 8),
+            ("ring_buffer_per_cpu", ["nr_pages"]) => plain(ring::PAGES as u32, 8),
             ("buffer_page", ["list"]) => plain(0, 16),
             ("buffer_page", ["write"]) => plain(16, 8),
             ("buffer_page", ["read"]) => plain(24, 4),
@@ -51,6 +53,9 @@ impl Types for Version {
             ("trace_event_class", ["system"]) => plain(0, 8),
             ("trace_event_class", ["get_fields"]) => plain(16, 8),
             ("trace_event_class", ["fields"]) => plain(24, 16),
+            ("trace_event_file", ["list"]) => plain(0, 16),
+            ("trace_event_file", ["event_call"]) => plain(16, 8),
+            ("trace_event_file", ["flags"]) => plain(24, 8),
             ("ftrace_event_field", ["link"]) => plain(0, 16),
             ("ftrace_event_field", ["name"]) => plain(16, 8),
             ("ftrace_event_field", ["type"]) => plain(24, 8),
@@ -79,6 +84,7 @@ impl Types for Version {
             "buffer_data_page" => 16,
             "trace_event_call" => 96,
             "trace_event_class" => 40,
+            "trace_event_file" => 40,
             "ftrace_event_field" => 48,
             "tracepoint" => 64,
             _ => return None,
