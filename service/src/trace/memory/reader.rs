@@ -218,12 +218,7 @@ impl Reader {
         }
         let mut rings = self.rings.clone();
         let batch = rings.poll(&self.place.memory, MAX_BYTES);
-        // If the instance is gone, its memory may already belong to another one, so the batch is
-        // dropped. The next poll finds out.
-        if self.place.has_instance() {
-            self.rings = rings;
-            self.take(&batch, patterns, &mut polled);
-        }
+        self.keep(rings, &batch, patterns, &mut polled);
         if polled.has_read {
             self.confirmed = Instant::now();
         } else {
@@ -234,6 +229,16 @@ impl Reader {
             polled.restarted |= self.may_look(rest) && self.look_again(look)?;
         }
         Ok(polled)
+    }
+
+    /// Decodes a batch that was read by `rings`, and continues behind it. If the instance is gone,
+    /// its memory may already belong to another one, so the batch is dropped. The next poll finds
+    /// out.
+    fn keep(&mut self, rings: Rings, batch: &Batch, patterns: &Patterns, polled: &mut Polled) {
+        if self.place.has_instance() {
+            self.rings = rings;
+            self.take(batch, patterns, polled);
+        }
     }
 
     /// Decodes a batch.
@@ -341,5 +346,55 @@ impl Reader {
 
     fn is_same(&self, place: &Place) -> bool {
         (&place.found, place.array) == (&self.place.found, self.place.array)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use patchbay_guest::testing::{InMemoryGuest, TestKey};
+    use patchbay_observe::testing::rings::{ARRAY, BASE};
+
+    use super::super::super::select;
+    use super::*;
+    use crate::keys::{KeysConfig, Registry};
+    use crate::testing::{GuestRings, numbered};
+
+    /// The instance is removed after the poll has begun. The bytes that were copied may be of
+    /// another one, which has the same pages by now.
+    #[test]
+    fn events_of_an_instance_that_is_removed_during_a_poll_are_dropped() {
+        let registry = Arc::new(Registry::default());
+        let guest = InMemoryGuest::boot(Arc::clone(&registry), &[TestKey::new("alpha", 1)]);
+        let memory = GuestRings::new(&guest);
+        memory.found_by(&registry);
+        let (keys, _) = Keys::start(guest, registry, KeysConfig::default()).expect("a thread");
+        let place = Place::find(&keys, "").expect("found");
+        let reader = Reader::begin(Arc::new(keys), place, Start::Oldest, false);
+        let mut reader = reader.expect("readable");
+        memory.write(|writer| writer.event(0, 1, &numbered(1)));
+        let patterns = select::Wanted::parse(vec![], false).expect("well-formed");
+        let patterns = patterns.patterns();
+
+        let mut rings = reader.rings.clone();
+        let batch = rings.poll(&reader.place.memory, MAX_BYTES);
+        assert_eq!(batch.chunks.len(), 1);
+        let mut next = 0;
+        memory.write(|writer| {
+            let bytes = &writer.memory()[usize::try_from(ARRAY - BASE).expect("small")..][..8];
+            next = u64::from_le_bytes(bytes.try_into().expect("8 bytes"));
+            // LIST_POISON1
+            writer.put(ARRAY, 0xdead_0000_0000_0100);
+        });
+        let mut polled = Polled::default();
+        reader.keep(rings, &batch, patterns, &mut polled);
+        assert!(
+            polled.events.is_empty() && !polled.has_read,
+            "it is removed"
+        );
+
+        // The position has not moved either.
+        memory.write(|writer| writer.put(ARRAY, next));
+        let polled = reader.poll(patterns).expect("it exists");
+        assert_eq!(polled.events.len(), 1);
     }
 }
