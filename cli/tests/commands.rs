@@ -33,5 +33,6 @@ mod commands {
     mod trace;
     mod traceparent;
     mod usage;
+    mod viewers;
     mod watches;
 }

@@ -52,7 +52,7 @@ async fn open(
         || request.even_if_others
         || source == v1::TraceSource::Agent;
     let opened = match begun(client, request.clone()).await {
-        Err(failure) if arm_and_fire && !needs_agent && failure.reason == "NO_AGENT" => {
+        Err(failure) if arm_and_fire && !needs_agent && has_no_agent(client, &failure).await => {
             let opened = in_memory(client, request, failure).await?;
             complain("no agent is connected, so no event is armed");
             opened
@@ -98,12 +98,26 @@ async fn begun(
     Ok((first, stream))
 }
 
+/// Returns whether a stream that was to arm events was refused, and no agent is connected that
+/// could arm them. A viewer may not arm events, and is refused before an agent is looked for.
+async fn has_no_agent(client: &Client, failure: &Failure) -> bool {
+    match failure.reason.as_str() {
+        "NO_AGENT" => true,
+        "ROLE_MISSING" => {
+            let request = client.request(v1::DescribeAgentRequest::default());
+            let agent = client.tracepoints().describe_agent(request).await;
+            agent.is_ok_and(|agent| !agent.into_inner().absent.is_empty())
+        }
+        _ => false,
+    }
+}
+
 /// Opens the stream of a request that no agent can serve in the guest's memory. If that fails too,
 /// the error has both reasons.
 async fn in_memory(
     client: &Client,
     request: v1::StreamTracepointEventsRequest,
-    mut no_agent: Failure,
+    mut refused: Failure,
 ) -> Result<Begun, Failure> {
     let request = v1::StreamTracepointEventsRequest {
         arm_and_fire: false,
@@ -111,8 +125,8 @@ async fn in_memory(
         ..request
     };
     begun(client, request).await.map_err(|failure| {
-        no_agent.message = format!("{}, and {}", no_agent.message, failure.message);
-        no_agent
+        refused.message = format!("{}, and {}", refused.message, failure.message);
+        refused
     })
 }
 
