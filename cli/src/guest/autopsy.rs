@@ -20,11 +20,15 @@ use crate::keys::claims::Claim;
 use crate::print::{Printable, json_line, print};
 use crate::text::harmless;
 use crate::trace::view::{Event, Line, Losses, Tracepoint, lines, rfc3339};
-use crate::view::{GuestDetails, Hold, ListedKey};
+
+use crate::view::{GuestDetails, Hold, ListedKey, Task};
 
 /// The maximum number of bytes of the log's records as JSON that are kept. A panic is at the end,
 /// so the oldest records are left out.
 const MAX_LOG_BYTES: usize = 32 << 20;
+/// The maximum number of rings, with that of the top level. A guest may have any number of
+/// instances.
+const MAX_RINGS: usize = 32;
 
 #[derive(Debug, Args)]
 pub struct AutopsyArgs {
@@ -34,7 +38,8 @@ pub struct AutopsyArgs {
     /// Newest events that are kept of each ring buffer, 0 to 1000000.
     #[arg(long, value_name = "NUMBER", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
     pub events: u32,
-    /// Also read the ring buffer of this tracefs instance in the guest; may be repeated.
+    /// Read the ring buffer of this tracefs instance in the guest even if the guest has over 31; may
+    /// be repeated. Those of the others are read in any case.
     #[arg(long = "instance", value_name = "NAME")]
     pub instances: Vec<String>,
 }
@@ -55,7 +60,7 @@ pub struct Autopsy {
     holds: Vec<Hold>,
     claims: Vec<Claim>,
     /// The reason for each part that is missing.
-    missing: BTreeMap<&'static str, String>,
+    missing: BTreeMap<String, String>,
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -91,9 +96,26 @@ impl Autopsy {
     /// Takes a part, or notes why it is missing.
     fn part<T: Default>(&mut self, name: &'static str, part: Result<T, Failure>) -> T {
         part.unwrap_or_else(|failure| {
-            self.missing.insert(name, failure.message);
+            self.missing.insert(name.to_owned(), failure.message);
             T::default()
         })
+    }
+
+    /// Returns a line for each CPU.
+    fn tasks(&self) -> String {
+        let details = self.guest.as_ref().and_then(|guest| guest.details.as_ref());
+        let tasks = details.map_or(&[][..], |details| &details.tasks);
+        let line = |task: &Task| {
+            let Task {
+                cpu,
+                pid,
+                process,
+                name,
+            } = task;
+            let name = harmless(name);
+            format!("CPU {cpu}: {name}, pid {pid} of process {process}\n")
+        };
+        tasks.iter().map(line).collect()
     }
 
     /// Collects everything that can be read. No part keeps the others from being read.
@@ -113,13 +135,10 @@ impl Autopsy {
         // end may be gone before it is read. It also finds the kernel's state.
         let log = log_of(client).await;
         found.log = found.part("log", log);
-        for instance in [String::new()].iter().chain(&arguments.instances) {
-            let ring = ring_of(client, instance, arguments.events as usize).await;
-            let ring = found.part("rings", ring);
-            found.rings.insert(instance.clone(), ring);
-        }
-        let guest = super::describe(client).await.map(Some);
+        // The description names the tasks that run and the instances.
+        let guest = super::describe_with_kernel(client).await.map(Some);
         found.guest = found.part("guest", guest);
+        found.read_rings(client, arguments).await;
         let request = v1::ListStaticKeysRequest::default();
         let keys = lists::keys(client, request).await;
         let keys = found.part("keys", keys.map(|listing| listing.keys));
@@ -142,6 +161,40 @@ impl Autopsy {
         let (tracepoints, _) = found.part("tracepoints", tracepoints);
         found.tracepoints = tracepoints.into_iter().map(Into::into).collect();
         found
+    }
+
+    /// Reads the rings of the top level, of the instances that are given, and of those that the
+    /// guest has.
+    async fn read_rings(&mut self, client: &Client, arguments: &AutopsyArgs) {
+        let details = self.guest.as_ref().and_then(|guest| guest.details.as_ref());
+        let own = details.map_or(&[][..], |details| &details.trace_instances);
+        let mut names: Vec<String> = vec![String::new()];
+        for name in arguments.instances.iter().chain(own) {
+            if !names.contains(name) {
+                names.push(name.clone());
+            }
+        }
+        let left_out = names.len().saturating_sub(MAX_RINGS);
+        names.truncate(MAX_RINGS);
+        for instance in names {
+            match ring_of(client, &instance, arguments.events as usize).await {
+                Ok(ring) => {
+                    self.rings.insert(instance, ring);
+                }
+                Err(failure) => {
+                    let part = match instance.as_str() {
+                        "" => "rings".to_owned(),
+                        name => format!("ring of the instance {name}"),
+                    };
+                    self.missing.insert(part, failure.message);
+                }
+            }
+        }
+        if left_out > 0 {
+            let why = format!("they are over {MAX_RINGS}; name one with --instance");
+            let part = format!("rings of {left_out} more instances");
+            self.missing.insert(part, why);
+        }
     }
 
     /// Writes the JSON to a file that only its owner can read, because the log and the events of a
@@ -200,6 +253,7 @@ impl Printable for Autopsy {
         );
         section(&mut text, "Claims", &table(&self.claims));
         section(&mut text, "Holds", &table(&self.holds));
+        section(&mut text, "Running tasks", &self.tasks());
         section(&mut text, "Armed tracepoints", &table(&self.tracepoints));
         for (instance, ring) in &self.rings {
             let events = ring.events.iter();

@@ -95,7 +95,7 @@ fn text(value: &Value) -> String {
         Value::String(text) => text.clone(),
         Value::Bool(value) => if *value { "yes" } else { "no" }.to_owned(),
         Value::Array(items) => {
-            let items: Vec<_> = items.iter().filter_map(Value::as_str).collect();
+            let items: Vec<_> = items.iter().map(text).collect();
             items.join(", ")
         }
         Value::Object(fields) => {

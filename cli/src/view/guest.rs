@@ -19,6 +19,26 @@ pub struct GuestDetails {
     pub details: Option<Details>,
 }
 
+/// The task that a CPU runs.
+#[derive(Debug, Serialize)]
+pub struct Task {
+    pub cpu: u32,
+    pub pid: u32,
+    pub process: u32,
+    pub name: String,
+}
+
+impl From<v1::CpuTask> for Task {
+    fn from(task: v1::CpuTask) -> Self {
+        Self {
+            cpu: task.cpu,
+            pid: task.pid,
+            process: task.process,
+            name: task.name,
+        }
+    }
+}
+
 /// The result of `guest pause`, `resume` or `shutdown`.
 #[derive(Debug, Serialize)]
 pub struct Power {
@@ -88,6 +108,12 @@ pub struct Details {
     pub log_overwritten: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub log_refused: Option<u64>,
+    /// The task that each CPU runs.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tasks: Vec<Task>,
+    /// Names of the tracefs instances in the guest.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub trace_instances: Vec<String>,
     /// Names of the values that cannot be read from the memory of a kernel that was discovered or
     /// whose log was found.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -187,6 +213,8 @@ impl GuestDetails {
             last_panic: kernel.panic.map(message),
             log_overwritten: kernel.log_overwritten,
             log_refused: kernel.log_refused,
+            tasks: kernel.tasks.into_iter().map(Into::into).collect(),
+            trace_instances: kernel.trace_instances,
             not_in_memory: guest.kernel_state.as_ref().map_or(vec![], missing),
             declared_keys: guest.declared_keys,
             declaration_errors: guest.declaration_errors.clone(),

@@ -107,6 +107,10 @@ fn an_autopsy_has_every_part_that_can_be_read() {
     let log = rings.log();
     log.print(4, "the last \x1b words");
     log.put_state(1 << 7, [0; 3]);
+    log.put_tasks(&[(4242, 4240, "a\x1b[2J worker"), (0, 0, "swapper/1")]);
+    rings.write(|writer| {
+        writer.put_instances([&b"boot"[..], b"a\x1b[2J", b"\xff"]);
+    });
     for number in 0..3 {
         let payload = numbered(number);
         rings.write(|writer| writer.event(0, 1000 * number, &payload));
@@ -121,6 +125,10 @@ fn an_autopsy_has_every_part_that_can_be_read() {
         "alpha",
         "test:numbered",
         "the last \\x1b words",
+        "CPU 0: a\\x1b[2J worker, pid 4242 of process 4240",
+        "CPU 1: swapper/1, pid 0 of process 0",
+        "Newest trace events of the instance boot",
+        "Newest trace events of the instance a\u{fffd}[2J",
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }
@@ -137,10 +145,18 @@ fn an_autopsy_has_every_part_that_can_be_read() {
     assert_eq!(ring["left_out"], 1);
     assert_eq!(ring["events"][1]["fields"]["number"], 2);
     assert_eq!(found["holds"][0]["key"], "alpha");
-    assert_eq!(found["missing"], serde_json::json!({}));
+    // The name of the last instance is not UTF-8, so nobody can ask for it.
+    let missing = found["missing"].as_object().expect("an object").keys();
+    assert!(missing.eq(["ring of the instance \\xff"]), "{found}");
+    let events = |instance: &str| found["rings"][instance]["events"].as_array().map(Vec::len);
+    assert_eq!(
+        ["boot", "a\u{1b}[2J", "none"].map(events),
+        [Some(2), Some(2), None]
+    );
 
     let found = lab.json(&["guest", "autopsy", "--instance", "none"]);
-    let why = found["missing"]["rings"].as_str().expect("a reason");
+    let why = &found["missing"]["ring of the instance none"];
+    let why = why.as_str().expect("a reason");
     assert!(why.contains("none"), "{why}");
     assert_eq!(found["keys"][0]["name"], "alpha");
     let (_, said, code) = lab.all(&["guest", "autopsy", "--file", "/nowhere/autopsy.json"]);

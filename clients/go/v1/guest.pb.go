@@ -679,7 +679,8 @@ type DescribeGuestRequest struct {
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
 	// Searches for the kernel's log if it is not known, which may take as long as a
 	// discovery, so that `kernel_state` is set. If the log is not found, the call fails as
-	// StreamKernelLog does.
+	// StreamKernelLog does. Also reads the newest records of the log, the tasks of the CPUs, and the
+	// instances of tracefs.
 	FindKernelState bool `protobuf:"varint,2,opt,name=find_kernel_state,json=findKernelState,proto3" json:"find_kernel_state,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -953,8 +954,24 @@ type KernelState struct {
 	// stand still in one that hangs or has panicked. Unset if it cannot be read or is over 1,000
 	// years.
 	UptimeSeconds *uint64 `protobuf:"varint,7,opt,name=uptime_seconds,json=uptimeSeconds,proto3,oneof" json:"uptime_seconds,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// The newest message in which the kernel reports an error of its own, such as a warning or an
+	// oops, and the newest one of a panic. The newest 8,192 records of the log are searched. Unset
+	// if there is none, and without `find_kernel_state`.
+	LastWarning *KernelMessage `protobuf:"bytes,8,opt,name=last_warning,json=lastWarning,proto3" json:"last_warning,omitempty"`
+	Panic       *KernelMessage `protobuf:"bytes,9,opt,name=panic,proto3" json:"panic,omitempty"`
+	// The number of records that the log no longer holds, and of those for which it had no room,
+	// since boot. Unset if they cannot be read, and without `find_kernel_state`.
+	LogOverwritten *uint64 `protobuf:"varint,10,opt,name=log_overwritten,json=logOverwritten,proto3,oneof" json:"log_overwritten,omitempty"`
+	LogRefused     *uint64 `protobuf:"varint,11,opt,name=log_refused,json=logRefused,proto3,oneof" json:"log_refused,omitempty"`
+	// The task that each CPU runs that is online, in the order of the CPUs. A CPU whose task changes
+	// while it is read is left out. Empty if the tasks cannot be read, and without
+	// `find_kernel_state`.
+	Tasks []*CpuTask `protobuf:"bytes,12,rep,name=tasks,proto3" json:"tasks,omitempty"`
+	// The names of the tracefs instances in the guest, without the top level, at most 1,024. A name
+	// that is not UTF-8 is escaped, and cannot be used. Empty without `find_kernel_state`.
+	TraceInstances []string `protobuf:"bytes,13,rep,name=trace_instances,json=traceInstances,proto3" json:"trace_instances,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *KernelState) Reset() {
@@ -1036,6 +1053,185 @@ func (x *KernelState) GetUptimeSeconds() uint64 {
 	return 0
 }
 
+func (x *KernelState) GetLastWarning() *KernelMessage {
+	if x != nil {
+		return x.LastWarning
+	}
+	return nil
+}
+
+func (x *KernelState) GetPanic() *KernelMessage {
+	if x != nil {
+		return x.Panic
+	}
+	return nil
+}
+
+func (x *KernelState) GetLogOverwritten() uint64 {
+	if x != nil && x.LogOverwritten != nil {
+		return *x.LogOverwritten
+	}
+	return 0
+}
+
+func (x *KernelState) GetLogRefused() uint64 {
+	if x != nil && x.LogRefused != nil {
+		return *x.LogRefused
+	}
+	return 0
+}
+
+func (x *KernelState) GetTasks() []*CpuTask {
+	if x != nil {
+		return x.Tasks
+	}
+	return nil
+}
+
+func (x *KernelState) GetTraceInstances() []string {
+	if x != nil {
+		return x.TraceInstances
+	}
+	return nil
+}
+
+// The task that a CPU runs.
+type CpuTask struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Cpu   uint32                 `protobuf:"varint,1,opt,name=cpu,proto3" json:"cpu,omitempty"`
+	// The id of the thread; 0 for the idle task.
+	Pid uint32 `protobuf:"varint,2,opt,name=pid,proto3" json:"pid,omitempty"`
+	// The id of its process.
+	Process uint32 `protobuf:"varint,3,opt,name=process,proto3" json:"process,omitempty"`
+	// The name. Control characters, and bytes that are not UTF-8, are escaped as in KernelMessage.
+	Name          string `protobuf:"bytes,4,opt,name=name,proto3" json:"name,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CpuTask) Reset() {
+	*x = CpuTask{}
+	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CpuTask) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CpuTask) ProtoMessage() {}
+
+func (x *CpuTask) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CpuTask.ProtoReflect.Descriptor instead.
+func (*CpuTask) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *CpuTask) GetCpu() uint32 {
+	if x != nil {
+		return x.Cpu
+	}
+	return 0
+}
+
+func (x *CpuTask) GetPid() uint32 {
+	if x != nil {
+		return x.Pid
+	}
+	return 0
+}
+
+func (x *CpuTask) GetProcess() uint32 {
+	if x != nil {
+		return x.Process
+	}
+	return 0
+}
+
+func (x *CpuTask) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+// A message of the kernel's log.
+type KernelMessage struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Sequence number of the record.
+	Sequence uint64 `protobuf:"varint,1,opt,name=sequence,proto3" json:"sequence,omitempty"`
+	// The time since boot, as the kernel's log has it.
+	Time *durationpb.Duration `protobuf:"bytes,2,opt,name=time,proto3" json:"time,omitempty"`
+	// The first line of the text, at most 512 bytes. Control characters, and bytes that are not
+	// UTF-8, are escaped in the form `\x1b`.
+	Text          string `protobuf:"bytes,3,opt,name=text,proto3" json:"text,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *KernelMessage) Reset() {
+	*x = KernelMessage{}
+	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KernelMessage) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KernelMessage) ProtoMessage() {}
+
+func (x *KernelMessage) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KernelMessage.ProtoReflect.Descriptor instead.
+func (*KernelMessage) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *KernelMessage) GetSequence() uint64 {
+	if x != nil {
+		return x.Sequence
+	}
+	return 0
+}
+
+func (x *KernelMessage) GetTime() *durationpb.Duration {
+	if x != nil {
+		return x.Time
+	}
+	return nil
+}
+
+func (x *KernelMessage) GetText() string {
+	if x != nil {
+		return x.Text
+	}
+	return ""
+}
+
 // The percentage of time in which tasks waited for a resource, as /proc/pressure shows it.
 type Pressure struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1049,7 +1245,7 @@ type Pressure struct {
 
 func (x *Pressure) Reset() {
 	*x = Pressure{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1061,7 +1257,7 @@ func (x *Pressure) String() string {
 func (*Pressure) ProtoMessage() {}
 
 func (x *Pressure) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1074,7 +1270,7 @@ func (x *Pressure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pressure.ProtoReflect.Descriptor instead.
 func (*Pressure) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{8}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Pressure) GetResource() string {
@@ -1120,7 +1316,7 @@ type Discovery struct {
 
 func (x *Discovery) Reset() {
 	*x = Discovery{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1132,7 +1328,7 @@ func (x *Discovery) String() string {
 func (*Discovery) ProtoMessage() {}
 
 func (x *Discovery) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1145,7 +1341,7 @@ func (x *Discovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Discovery.ProtoReflect.Descriptor instead.
 func (*Discovery) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{9}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Discovery) GetWay() DiscoveryWay {
@@ -1203,7 +1399,7 @@ type LeftOutModule struct {
 
 func (x *LeftOutModule) Reset() {
 	*x = LeftOutModule{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1215,7 +1411,7 @@ func (x *LeftOutModule) String() string {
 func (*LeftOutModule) ProtoMessage() {}
 
 func (x *LeftOutModule) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1228,7 +1424,7 @@ func (x *LeftOutModule) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeftOutModule.ProtoReflect.Descriptor instead.
 func (*LeftOutModule) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{10}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *LeftOutModule) GetName() string {
@@ -1266,7 +1462,7 @@ type DebugFile struct {
 
 func (x *DebugFile) Reset() {
 	*x = DebugFile{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1278,7 +1474,7 @@ func (x *DebugFile) String() string {
 func (*DebugFile) ProtoMessage() {}
 
 func (x *DebugFile) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1291,7 +1487,7 @@ func (x *DebugFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DebugFile.ProtoReflect.Descriptor instead.
 func (*DebugFile) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{11}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *DebugFile) GetPath() string {
@@ -1331,7 +1527,7 @@ type WatchGuestRequest struct {
 
 func (x *WatchGuestRequest) Reset() {
 	*x = WatchGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1343,7 +1539,7 @@ func (x *WatchGuestRequest) String() string {
 func (*WatchGuestRequest) ProtoMessage() {}
 
 func (x *WatchGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1356,7 +1552,7 @@ func (x *WatchGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchGuestRequest.ProtoReflect.Descriptor instead.
 func (*WatchGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{12}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *WatchGuestRequest) GetGuest() string {
@@ -1375,7 +1571,7 @@ type WatchGuestResponse struct {
 
 func (x *WatchGuestResponse) Reset() {
 	*x = WatchGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1387,7 +1583,7 @@ func (x *WatchGuestResponse) String() string {
 func (*WatchGuestResponse) ProtoMessage() {}
 
 func (x *WatchGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1400,7 +1596,7 @@ func (x *WatchGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchGuestResponse.ProtoReflect.Descriptor instead.
 func (*WatchGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{13}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *WatchGuestResponse) GetStatus() *GuestStatus {
@@ -1425,7 +1621,7 @@ type PauseGuestRequest struct {
 
 func (x *PauseGuestRequest) Reset() {
 	*x = PauseGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1437,7 +1633,7 @@ func (x *PauseGuestRequest) String() string {
 func (*PauseGuestRequest) ProtoMessage() {}
 
 func (x *PauseGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1450,7 +1646,7 @@ func (x *PauseGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseGuestRequest.ProtoReflect.Descriptor instead.
 func (*PauseGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{14}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *PauseGuestRequest) GetGuest() string {
@@ -1488,7 +1684,7 @@ type PauseGuestResponse struct {
 
 func (x *PauseGuestResponse) Reset() {
 	*x = PauseGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1500,7 +1696,7 @@ func (x *PauseGuestResponse) String() string {
 func (*PauseGuestResponse) ProtoMessage() {}
 
 func (x *PauseGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1513,7 +1709,7 @@ func (x *PauseGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseGuestResponse.ProtoReflect.Descriptor instead.
 func (*PauseGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{15}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *PauseGuestResponse) GetStopTime() *durationpb.Duration {
@@ -1539,7 +1735,7 @@ type ResumeGuestRequest struct {
 
 func (x *ResumeGuestRequest) Reset() {
 	*x = ResumeGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1551,7 +1747,7 @@ func (x *ResumeGuestRequest) String() string {
 func (*ResumeGuestRequest) ProtoMessage() {}
 
 func (x *ResumeGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1564,7 +1760,7 @@ func (x *ResumeGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeGuestRequest.ProtoReflect.Descriptor instead.
 func (*ResumeGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{16}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ResumeGuestRequest) GetGuest() string {
@@ -1582,7 +1778,7 @@ type ResumeGuestResponse struct {
 
 func (x *ResumeGuestResponse) Reset() {
 	*x = ResumeGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[17]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1594,7 +1790,7 @@ func (x *ResumeGuestResponse) String() string {
 func (*ResumeGuestResponse) ProtoMessage() {}
 
 func (x *ResumeGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[17]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1607,7 +1803,7 @@ func (x *ResumeGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeGuestResponse.ProtoReflect.Descriptor instead.
 func (*ResumeGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{17}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{19}
 }
 
 type ShutdownGuestRequest struct {
@@ -1626,7 +1822,7 @@ type ShutdownGuestRequest struct {
 
 func (x *ShutdownGuestRequest) Reset() {
 	*x = ShutdownGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[18]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1638,7 +1834,7 @@ func (x *ShutdownGuestRequest) String() string {
 func (*ShutdownGuestRequest) ProtoMessage() {}
 
 func (x *ShutdownGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[18]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1651,7 +1847,7 @@ func (x *ShutdownGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownGuestRequest.ProtoReflect.Descriptor instead.
 func (*ShutdownGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{18}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ShutdownGuestRequest) GetGuest() string {
@@ -1693,7 +1889,7 @@ type ShutdownGuestResponse struct {
 
 func (x *ShutdownGuestResponse) Reset() {
 	*x = ShutdownGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[19]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1705,7 +1901,7 @@ func (x *ShutdownGuestResponse) String() string {
 func (*ShutdownGuestResponse) ProtoMessage() {}
 
 func (x *ShutdownGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[19]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1718,7 +1914,7 @@ func (x *ShutdownGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownGuestResponse.ProtoReflect.Descriptor instead.
 func (*ShutdownGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{19}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ShutdownGuestResponse) GetPowerCut() bool {
@@ -1746,7 +1942,7 @@ type StreamConsoleRequest struct {
 
 func (x *StreamConsoleRequest) Reset() {
 	*x = StreamConsoleRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[20]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1758,7 +1954,7 @@ func (x *StreamConsoleRequest) String() string {
 func (*StreamConsoleRequest) ProtoMessage() {}
 
 func (x *StreamConsoleRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[20]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1771,7 +1967,7 @@ func (x *StreamConsoleRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamConsoleRequest.ProtoReflect.Descriptor instead.
 func (*StreamConsoleRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{20}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *StreamConsoleRequest) GetGuest() string {
@@ -1813,7 +2009,7 @@ type StreamConsoleResponse struct {
 
 func (x *StreamConsoleResponse) Reset() {
 	*x = StreamConsoleResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[21]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1825,7 +2021,7 @@ func (x *StreamConsoleResponse) String() string {
 func (*StreamConsoleResponse) ProtoMessage() {}
 
 func (x *StreamConsoleResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[21]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1838,7 +2034,7 @@ func (x *StreamConsoleResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamConsoleResponse.ProtoReflect.Descriptor instead.
 func (*StreamConsoleResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{21}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *StreamConsoleResponse) GetOffset() uint64 {
@@ -1918,7 +2114,7 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"\tdiscovery\x18\x10 \x01(\v2\x16.patchbay.v1.DiscoveryR\tdiscovery\x12#\n" +
 	"\rdeclared_keys\x18\x14 \x01(\rR\fdeclaredKeys\x12-\n" +
 	"\x12declaration_errors\x18\x15 \x03(\tR\x11declarationErrors\x12;\n" +
-	"\fkernel_state\x18\x16 \x01(\v2\x18.patchbay.v1.KernelStateR\vkernelState\"\xd4\x02\n" +
+	"\fkernel_state\x18\x16 \x01(\v2\x18.patchbay.v1.KernelStateR\vkernelState\"\x92\x05\n" +
 	"\vKernelState\x12\x1b\n" +
 	"\x06taints\x18\x01 \x01(\x04H\x00R\x06taints\x88\x01\x01\x12'\n" +
 	"\x0fload_hundredths\x18\x02 \x03(\x04R\x0eloadHundredths\x12\x1f\n" +
@@ -1926,12 +2122,31 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"\x06oopses\x18\x04 \x01(\x04H\x02R\x06oopses\x88\x01\x01\x121\n" +
 	"\bpressure\x18\x05 \x03(\v2\x15.patchbay.v1.PressureR\bpressure\x12\x1f\n" +
 	"\bpanicked\x18\x06 \x01(\bH\x03R\bpanicked\x88\x01\x01\x12*\n" +
-	"\x0euptime_seconds\x18\a \x01(\x04H\x04R\ruptimeSeconds\x88\x01\x01B\t\n" +
+	"\x0euptime_seconds\x18\a \x01(\x04H\x04R\ruptimeSeconds\x88\x01\x01\x12=\n" +
+	"\flast_warning\x18\b \x01(\v2\x1a.patchbay.v1.KernelMessageR\vlastWarning\x120\n" +
+	"\x05panic\x18\t \x01(\v2\x1a.patchbay.v1.KernelMessageR\x05panic\x12,\n" +
+	"\x0flog_overwritten\x18\n" +
+	" \x01(\x04H\x05R\x0elogOverwritten\x88\x01\x01\x12$\n" +
+	"\vlog_refused\x18\v \x01(\x04H\x06R\n" +
+	"logRefused\x88\x01\x01\x12*\n" +
+	"\x05tasks\x18\f \x03(\v2\x14.patchbay.v1.CpuTaskR\x05tasks\x12'\n" +
+	"\x0ftrace_instances\x18\r \x03(\tR\x0etraceInstancesB\t\n" +
 	"\a_taintsB\v\n" +
 	"\t_warningsB\t\n" +
 	"\a_oopsesB\v\n" +
 	"\t_panickedB\x11\n" +
-	"\x0f_uptime_seconds\"h\n" +
+	"\x0f_uptime_secondsB\x12\n" +
+	"\x10_log_overwrittenB\x0e\n" +
+	"\f_log_refused\"[\n" +
+	"\aCpuTask\x12\x10\n" +
+	"\x03cpu\x18\x01 \x01(\rR\x03cpu\x12\x10\n" +
+	"\x03pid\x18\x02 \x01(\rR\x03pid\x12\x18\n" +
+	"\aprocess\x18\x03 \x01(\rR\aprocess\x12\x12\n" +
+	"\x04name\x18\x04 \x01(\tR\x04name\"n\n" +
+	"\rKernelMessage\x12\x1a\n" +
+	"\bsequence\x18\x01 \x01(\x04R\bsequence\x12-\n" +
+	"\x04time\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x04time\x12\x12\n" +
+	"\x04text\x18\x03 \x01(\tR\x04text\"h\n" +
 	"\bPressure\x12\x1a\n" +
 	"\bresource\x18\x01 \x01(\tR\bresource\x12\x1f\n" +
 	"\vaverage_10s\x18\x02 \x01(\x01R\n" +
@@ -2034,7 +2249,7 @@ func file_patchbay_v1_guest_proto_rawDescGZIP() []byte {
 }
 
 var file_patchbay_v1_guest_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
-var file_patchbay_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
+var file_patchbay_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_patchbay_v1_guest_proto_goTypes = []any{
 	(GuestState)(0),               // 0: patchbay.v1.GuestState
 	(RegistrationState)(0),        // 1: patchbay.v1.RegistrationState
@@ -2049,68 +2264,74 @@ var file_patchbay_v1_guest_proto_goTypes = []any{
 	(*DescribeGuestRequest)(nil),  // 10: patchbay.v1.DescribeGuestRequest
 	(*DescribeGuestResponse)(nil), // 11: patchbay.v1.DescribeGuestResponse
 	(*KernelState)(nil),           // 12: patchbay.v1.KernelState
-	(*Pressure)(nil),              // 13: patchbay.v1.Pressure
-	(*Discovery)(nil),             // 14: patchbay.v1.Discovery
-	(*LeftOutModule)(nil),         // 15: patchbay.v1.LeftOutModule
-	(*DebugFile)(nil),             // 16: patchbay.v1.DebugFile
-	(*WatchGuestRequest)(nil),     // 17: patchbay.v1.WatchGuestRequest
-	(*WatchGuestResponse)(nil),    // 18: patchbay.v1.WatchGuestResponse
-	(*PauseGuestRequest)(nil),     // 19: patchbay.v1.PauseGuestRequest
-	(*PauseGuestResponse)(nil),    // 20: patchbay.v1.PauseGuestResponse
-	(*ResumeGuestRequest)(nil),    // 21: patchbay.v1.ResumeGuestRequest
-	(*ResumeGuestResponse)(nil),   // 22: patchbay.v1.ResumeGuestResponse
-	(*ShutdownGuestRequest)(nil),  // 23: patchbay.v1.ShutdownGuestRequest
-	(*ShutdownGuestResponse)(nil), // 24: patchbay.v1.ShutdownGuestResponse
-	(*StreamConsoleRequest)(nil),  // 25: patchbay.v1.StreamConsoleRequest
-	(*StreamConsoleResponse)(nil), // 26: patchbay.v1.StreamConsoleResponse
-	(*durationpb.Duration)(nil),   // 27: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil), // 28: google.protobuf.Timestamp
+	(*CpuTask)(nil),               // 13: patchbay.v1.CpuTask
+	(*KernelMessage)(nil),         // 14: patchbay.v1.KernelMessage
+	(*Pressure)(nil),              // 15: patchbay.v1.Pressure
+	(*Discovery)(nil),             // 16: patchbay.v1.Discovery
+	(*LeftOutModule)(nil),         // 17: patchbay.v1.LeftOutModule
+	(*DebugFile)(nil),             // 18: patchbay.v1.DebugFile
+	(*WatchGuestRequest)(nil),     // 19: patchbay.v1.WatchGuestRequest
+	(*WatchGuestResponse)(nil),    // 20: patchbay.v1.WatchGuestResponse
+	(*PauseGuestRequest)(nil),     // 21: patchbay.v1.PauseGuestRequest
+	(*PauseGuestResponse)(nil),    // 22: patchbay.v1.PauseGuestResponse
+	(*ResumeGuestRequest)(nil),    // 23: patchbay.v1.ResumeGuestRequest
+	(*ResumeGuestResponse)(nil),   // 24: patchbay.v1.ResumeGuestResponse
+	(*ShutdownGuestRequest)(nil),  // 25: patchbay.v1.ShutdownGuestRequest
+	(*ShutdownGuestResponse)(nil), // 26: patchbay.v1.ShutdownGuestResponse
+	(*StreamConsoleRequest)(nil),  // 27: patchbay.v1.StreamConsoleRequest
+	(*StreamConsoleResponse)(nil), // 28: patchbay.v1.StreamConsoleResponse
+	(*durationpb.Duration)(nil),   // 29: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil), // 30: google.protobuf.Timestamp
 }
 var file_patchbay_v1_guest_proto_depIdxs = []int32{
-	27, // 0: patchbay.v1.SnapshotGuestRequest.timeout:type_name -> google.protobuf.Duration
+	29, // 0: patchbay.v1.SnapshotGuestRequest.timeout:type_name -> google.protobuf.Duration
 	9,  // 1: patchbay.v1.ListGuestsResponse.guests:type_name -> patchbay.v1.GuestStatus
 	0,  // 2: patchbay.v1.GuestStatus.state:type_name -> patchbay.v1.GuestState
-	28, // 3: patchbay.v1.GuestStatus.paused_until:type_name -> google.protobuf.Timestamp
+	30, // 3: patchbay.v1.GuestStatus.paused_until:type_name -> google.protobuf.Timestamp
 	1,  // 4: patchbay.v1.GuestStatus.registration:type_name -> patchbay.v1.RegistrationState
 	2,  // 5: patchbay.v1.GuestStatus.table_source:type_name -> patchbay.v1.TableSource
 	9,  // 6: patchbay.v1.DescribeGuestResponse.status:type_name -> patchbay.v1.GuestStatus
-	28, // 7: patchbay.v1.DescribeGuestResponse.started_at:type_name -> google.protobuf.Timestamp
+	30, // 7: patchbay.v1.DescribeGuestResponse.started_at:type_name -> google.protobuf.Timestamp
 	3,  // 8: patchbay.v1.DescribeGuestResponse.transport:type_name -> patchbay.v1.Transport
 	3,  // 9: patchbay.v1.DescribeGuestResponse.transports:type_name -> patchbay.v1.Transport
-	14, // 10: patchbay.v1.DescribeGuestResponse.discovery:type_name -> patchbay.v1.Discovery
+	16, // 10: patchbay.v1.DescribeGuestResponse.discovery:type_name -> patchbay.v1.Discovery
 	12, // 11: patchbay.v1.DescribeGuestResponse.kernel_state:type_name -> patchbay.v1.KernelState
-	13, // 12: patchbay.v1.KernelState.pressure:type_name -> patchbay.v1.Pressure
-	4,  // 13: patchbay.v1.Discovery.way:type_name -> patchbay.v1.DiscoveryWay
-	27, // 14: patchbay.v1.Discovery.time:type_name -> google.protobuf.Duration
-	16, // 15: patchbay.v1.Discovery.debug_file:type_name -> patchbay.v1.DebugFile
-	15, // 16: patchbay.v1.Discovery.left_out_modules:type_name -> patchbay.v1.LeftOutModule
-	9,  // 17: patchbay.v1.WatchGuestResponse.status:type_name -> patchbay.v1.GuestStatus
-	27, // 18: patchbay.v1.PauseGuestRequest.timeout:type_name -> google.protobuf.Duration
-	27, // 19: patchbay.v1.PauseGuestRequest.ttl:type_name -> google.protobuf.Duration
-	27, // 20: patchbay.v1.PauseGuestResponse.stop_time:type_name -> google.protobuf.Duration
-	28, // 21: patchbay.v1.PauseGuestResponse.expires_at:type_name -> google.protobuf.Timestamp
-	27, // 22: patchbay.v1.ShutdownGuestRequest.timeout:type_name -> google.protobuf.Duration
-	7,  // 23: patchbay.v1.GuestService.ListGuests:input_type -> patchbay.v1.ListGuestsRequest
-	10, // 24: patchbay.v1.GuestService.DescribeGuest:input_type -> patchbay.v1.DescribeGuestRequest
-	17, // 25: patchbay.v1.GuestService.WatchGuest:input_type -> patchbay.v1.WatchGuestRequest
-	19, // 26: patchbay.v1.GuestService.PauseGuest:input_type -> patchbay.v1.PauseGuestRequest
-	21, // 27: patchbay.v1.GuestService.ResumeGuest:input_type -> patchbay.v1.ResumeGuestRequest
-	23, // 28: patchbay.v1.GuestService.ShutdownGuest:input_type -> patchbay.v1.ShutdownGuestRequest
-	25, // 29: patchbay.v1.GuestService.StreamConsole:input_type -> patchbay.v1.StreamConsoleRequest
-	5,  // 30: patchbay.v1.GuestService.SnapshotGuest:input_type -> patchbay.v1.SnapshotGuestRequest
-	8,  // 31: patchbay.v1.GuestService.ListGuests:output_type -> patchbay.v1.ListGuestsResponse
-	11, // 32: patchbay.v1.GuestService.DescribeGuest:output_type -> patchbay.v1.DescribeGuestResponse
-	18, // 33: patchbay.v1.GuestService.WatchGuest:output_type -> patchbay.v1.WatchGuestResponse
-	20, // 34: patchbay.v1.GuestService.PauseGuest:output_type -> patchbay.v1.PauseGuestResponse
-	22, // 35: patchbay.v1.GuestService.ResumeGuest:output_type -> patchbay.v1.ResumeGuestResponse
-	24, // 36: patchbay.v1.GuestService.ShutdownGuest:output_type -> patchbay.v1.ShutdownGuestResponse
-	26, // 37: patchbay.v1.GuestService.StreamConsole:output_type -> patchbay.v1.StreamConsoleResponse
-	6,  // 38: patchbay.v1.GuestService.SnapshotGuest:output_type -> patchbay.v1.SnapshotGuestResponse
-	31, // [31:39] is the sub-list for method output_type
-	23, // [23:31] is the sub-list for method input_type
-	23, // [23:23] is the sub-list for extension type_name
-	23, // [23:23] is the sub-list for extension extendee
-	0,  // [0:23] is the sub-list for field type_name
+	15, // 12: patchbay.v1.KernelState.pressure:type_name -> patchbay.v1.Pressure
+	14, // 13: patchbay.v1.KernelState.last_warning:type_name -> patchbay.v1.KernelMessage
+	14, // 14: patchbay.v1.KernelState.panic:type_name -> patchbay.v1.KernelMessage
+	13, // 15: patchbay.v1.KernelState.tasks:type_name -> patchbay.v1.CpuTask
+	29, // 16: patchbay.v1.KernelMessage.time:type_name -> google.protobuf.Duration
+	4,  // 17: patchbay.v1.Discovery.way:type_name -> patchbay.v1.DiscoveryWay
+	29, // 18: patchbay.v1.Discovery.time:type_name -> google.protobuf.Duration
+	18, // 19: patchbay.v1.Discovery.debug_file:type_name -> patchbay.v1.DebugFile
+	17, // 20: patchbay.v1.Discovery.left_out_modules:type_name -> patchbay.v1.LeftOutModule
+	9,  // 21: patchbay.v1.WatchGuestResponse.status:type_name -> patchbay.v1.GuestStatus
+	29, // 22: patchbay.v1.PauseGuestRequest.timeout:type_name -> google.protobuf.Duration
+	29, // 23: patchbay.v1.PauseGuestRequest.ttl:type_name -> google.protobuf.Duration
+	29, // 24: patchbay.v1.PauseGuestResponse.stop_time:type_name -> google.protobuf.Duration
+	30, // 25: patchbay.v1.PauseGuestResponse.expires_at:type_name -> google.protobuf.Timestamp
+	29, // 26: patchbay.v1.ShutdownGuestRequest.timeout:type_name -> google.protobuf.Duration
+	7,  // 27: patchbay.v1.GuestService.ListGuests:input_type -> patchbay.v1.ListGuestsRequest
+	10, // 28: patchbay.v1.GuestService.DescribeGuest:input_type -> patchbay.v1.DescribeGuestRequest
+	19, // 29: patchbay.v1.GuestService.WatchGuest:input_type -> patchbay.v1.WatchGuestRequest
+	21, // 30: patchbay.v1.GuestService.PauseGuest:input_type -> patchbay.v1.PauseGuestRequest
+	23, // 31: patchbay.v1.GuestService.ResumeGuest:input_type -> patchbay.v1.ResumeGuestRequest
+	25, // 32: patchbay.v1.GuestService.ShutdownGuest:input_type -> patchbay.v1.ShutdownGuestRequest
+	27, // 33: patchbay.v1.GuestService.StreamConsole:input_type -> patchbay.v1.StreamConsoleRequest
+	5,  // 34: patchbay.v1.GuestService.SnapshotGuest:input_type -> patchbay.v1.SnapshotGuestRequest
+	8,  // 35: patchbay.v1.GuestService.ListGuests:output_type -> patchbay.v1.ListGuestsResponse
+	11, // 36: patchbay.v1.GuestService.DescribeGuest:output_type -> patchbay.v1.DescribeGuestResponse
+	20, // 37: patchbay.v1.GuestService.WatchGuest:output_type -> patchbay.v1.WatchGuestResponse
+	22, // 38: patchbay.v1.GuestService.PauseGuest:output_type -> patchbay.v1.PauseGuestResponse
+	24, // 39: patchbay.v1.GuestService.ResumeGuest:output_type -> patchbay.v1.ResumeGuestResponse
+	26, // 40: patchbay.v1.GuestService.ShutdownGuest:output_type -> patchbay.v1.ShutdownGuestResponse
+	28, // 41: patchbay.v1.GuestService.StreamConsole:output_type -> patchbay.v1.StreamConsoleResponse
+	6,  // 42: patchbay.v1.GuestService.SnapshotGuest:output_type -> patchbay.v1.SnapshotGuestResponse
+	35, // [35:43] is the sub-list for method output_type
+	27, // [27:35] is the sub-list for method input_type
+	27, // [27:27] is the sub-list for extension type_name
+	27, // [27:27] is the sub-list for extension extendee
+	0,  // [0:27] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_guest_proto_init() }
@@ -2125,7 +2346,7 @@ func file_patchbay_v1_guest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_guest_proto_rawDesc), len(file_patchbay_v1_guest_proto_rawDesc)),
 			NumEnums:      5,
-			NumMessages:   22,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -225,8 +225,13 @@ type Tracepoint struct {
 	// `perf_trace_*` perf, and `__bpf_trace_*` BPF. "unknown" stands for a probe whose name is not
 	// known, such as one of a module. Empty if the kernel was not found in memory.
 	ProbeFunctions []string `protobuf:"bytes,14,rep,name=probe_functions,json=probeFunctions,proto3" json:"probe_functions,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// The tracefs instances in the guest that have enabled the event, read in its memory. "top
+	// level" stands for the main one, which `trace_event=` of the command line enables, too.
+	// Characters other than printable ASCII are escaped. Set only with `armed_only`; empty if it
+	// cannot be read.
+	EnabledIn     []string `protobuf:"bytes,15,rep,name=enabled_in,json=enabledIn,proto3" json:"enabled_in,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Tracepoint) Reset() {
@@ -353,6 +358,13 @@ func (x *Tracepoint) GetAlsoServes() []string {
 func (x *Tracepoint) GetProbeFunctions() []string {
 	if x != nil {
 		return x.ProbeFunctions
+	}
+	return nil
+}
+
+func (x *Tracepoint) GetEnabledIn() []string {
+	if x != nil {
+		return x.EnabledIn
 	}
 	return nil
 }
@@ -1941,8 +1953,16 @@ func (x *TraceMark) GetText() string {
 }
 
 type GetTracepointStatsRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Guest         string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
+	// The ring buffer whose figures are returned. TRACE_SOURCE_AGENT: the one of the agent.
+	// TRACE_SOURCE_MEMORY: the one of `instance`, read in the guest's memory. Unspecified: the one of
+	// the agent if one is connected, otherwise the one of the top level in memory if it is found
+	// there. Errors: those of StreamTracepointEvents for a stream in memory.
+	Source TraceSource `protobuf:"varint,2,opt,name=source,proto3,enum=patchbay.v1.TraceSource" json:"source,omitempty"`
+	// The name of the tracefs instance in the guest; the top level if empty. Only if the figures are
+	// read in memory.
+	Instance      string `protobuf:"bytes,3,opt,name=instance,proto3" json:"instance,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1984,6 +2004,20 @@ func (x *GetTracepointStatsRequest) GetGuest() string {
 	return ""
 }
 
+func (x *GetTracepointStatsRequest) GetSource() TraceSource {
+	if x != nil {
+		return x.Source
+	}
+	return TraceSource_TRACE_SOURCE_UNSPECIFIED
+}
+
+func (x *GetTracepointStatsRequest) GetInstance() string {
+	if x != nil {
+		return x.Instance
+	}
+	return ""
+}
+
 // The figures of all tracepoints together. ListTracepoints with `armed_only` returns the
 // number of events of each.
 type GetTracepointStatsResponse struct {
@@ -1993,8 +2027,7 @@ type GetTracepointStatsResponse struct {
 	Events    uint64       `protobuf:"varint,2,opt,name=events,proto3" json:"events,omitempty"`
 	PageBytes uint64       `protobuf:"varint,3,opt,name=page_bytes,json=pageBytes,proto3" json:"page_bytes,omitempty"`
 	Streams   uint32       `protobuf:"varint,4,opt,name=streams,proto3" json:"streams,omitempty"`
-	// The number of events in the guest's ring buffer, and its size; 0 if the agent does not
-	// answer.
+	// The number of events in the guest's ring buffer, and its size; 0 if they are missing.
 	BufferedEvents    uint64 `protobuf:"varint,5,opt,name=buffered_events,json=bufferedEvents,proto3" json:"buffered_events,omitempty"`
 	BufferBytes       uint64 `protobuf:"varint,6,opt,name=buffer_bytes,json=bufferBytes,proto3" json:"buffer_bytes,omitempty"`
 	OverwrittenEvents uint64 `protobuf:"varint,7,opt,name=overwritten_events,json=overwrittenEvents,proto3" json:"overwritten_events,omitempty"`
@@ -2002,9 +2035,16 @@ type GetTracepointStatsResponse struct {
 	Stale string `protobuf:"bytes,8,opt,name=stale,proto3" json:"stale,omitempty"`
 	// The maximum error of the conversion between the clocks of guest and host: half of the
 	// shortest round trip to the agent.
-	ClockError    *durationpb.Duration `protobuf:"bytes,9,opt,name=clock_error,json=clockError,proto3" json:"clock_error,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	ClockError *durationpb.Duration `protobuf:"bytes,9,opt,name=clock_error,json=clockError,proto3" json:"clock_error,omitempty"`
+	// The reader of the figures of the ring buffer.
+	Source TraceSource `protobuf:"varint,10,opt,name=source,proto3,enum=patchbay.v1.TraceSource" json:"source,omitempty"`
+	// The number of events that the guest has written to the ring buffer since it was last emptied,
+	// and the number of these that readers in the guest have consumed. 0 unless the figures are read
+	// in memory.
+	WrittenEvents  uint64 `protobuf:"varint,11,opt,name=written_events,json=writtenEvents,proto3" json:"written_events,omitempty"`
+	ConsumedEvents uint64 `protobuf:"varint,12,opt,name=consumed_events,json=consumedEvents,proto3" json:"consumed_events,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *GetTracepointStatsResponse) Reset() {
@@ -2098,6 +2138,27 @@ func (x *GetTracepointStatsResponse) GetClockError() *durationpb.Duration {
 		return x.ClockError
 	}
 	return nil
+}
+
+func (x *GetTracepointStatsResponse) GetSource() TraceSource {
+	if x != nil {
+		return x.Source
+	}
+	return TraceSource_TRACE_SOURCE_UNSPECIFIED
+}
+
+func (x *GetTracepointStatsResponse) GetWrittenEvents() uint64 {
+	if x != nil {
+		return x.WrittenEvents
+	}
+	return 0
+}
+
+func (x *GetTracepointStatsResponse) GetConsumedEvents() uint64 {
+	if x != nil {
+		return x.ConsumedEvents
+	}
+	return 0
 }
 
 type DescribeAgentRequest struct {
@@ -2702,7 +2763,7 @@ var File_patchbay_v1_tracepoints_proto protoreflect.FileDescriptor
 
 const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\n" +
-	"\x1dpatchbay/v1/tracepoints.proto\x12\vpatchbay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17patchbay/v1/guest.proto\x1a\x1dpatchbay/v1/static_keys.proto\x1a!patchbay/options/v1/options.proto\"\xa4\x03\n" +
+	"\x1dpatchbay/v1/tracepoints.proto\x12\vpatchbay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17patchbay/v1/guest.proto\x1a\x1dpatchbay/v1/static_keys.proto\x1a!patchbay/options/v1/options.proto\"\xc3\x03\n" +
 	"\n" +
 	"Tracepoint\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x122\n" +
@@ -2720,7 +2781,9 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\x03key\x18\f \x01(\tR\x03key\x12\x1f\n" +
 	"\valso_serves\x18\r \x03(\tR\n" +
 	"alsoServes\x12'\n" +
-	"\x0fprobe_functions\x18\x0e \x03(\tR\x0eprobeFunctionsB\t\n" +
+	"\x0fprobe_functions\x18\x0e \x03(\tR\x0eprobeFunctions\x12\x1d\n" +
+	"\n" +
+	"enabled_in\x18\x0f \x03(\tR\tenabledInB\t\n" +
 	"\a_probes\"\xbf\x01\n" +
 	"\x16ListTracepointsRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x1a\n" +
@@ -2853,9 +2916,11 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\tmalformed\x18\x04 \x01(\x04R\tmalformed\"O\n" +
 	"\tTraceMark\x12.\n" +
 	"\x04time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12\x12\n" +
-	"\x04text\x18\x02 \x01(\tR\x04text\"1\n" +
+	"\x04text\x18\x02 \x01(\tR\x04text\"\x7f\n" +
 	"\x19GetTracepointStatsRequest\x12\x14\n" +
-	"\x05guest\x18\x01 \x01(\tR\x05guest\"\xec\x02\n" +
+	"\x05guest\x18\x01 \x01(\tR\x05guest\x120\n" +
+	"\x06source\x18\x02 \x01(\x0e2\x18.patchbay.v1.TraceSourceR\x06source\x12\x1a\n" +
+	"\binstance\x18\x03 \x01(\tR\binstance\"\xee\x03\n" +
 	"\x1aGetTracepointStatsResponse\x120\n" +
 	"\x06losses\x18\x01 \x01(\v2\x18.patchbay.v1.TraceLossesR\x06losses\x12\x16\n" +
 	"\x06events\x18\x02 \x01(\x04R\x06events\x12\x1d\n" +
@@ -2867,7 +2932,11 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\x12overwritten_events\x18\a \x01(\x04R\x11overwrittenEvents\x12\x14\n" +
 	"\x05stale\x18\b \x01(\tR\x05stale\x12:\n" +
 	"\vclock_error\x18\t \x01(\v2\x19.google.protobuf.DurationR\n" +
-	"clockError\",\n" +
+	"clockError\x120\n" +
+	"\x06source\x18\n" +
+	" \x01(\x0e2\x18.patchbay.v1.TraceSourceR\x06source\x12%\n" +
+	"\x0ewritten_events\x18\v \x01(\x04R\rwrittenEvents\x12'\n" +
+	"\x0fconsumed_events\x18\f \x01(\x04R\x0econsumedEvents\",\n" +
 	"\x14DescribeAgentRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\"\x8c\x06\n" +
 	"\x15DescribeAgentResponse\x12\x16\n" +
@@ -3032,40 +3101,42 @@ var file_patchbay_v1_tracepoints_proto_depIdxs = []int32{
 	34, // 24: patchbay.v1.TraceEvent.time:type_name -> google.protobuf.Timestamp
 	20, // 25: patchbay.v1.TraceEvent.fields:type_name -> patchbay.v1.TraceField
 	34, // 26: patchbay.v1.TraceMark.time:type_name -> google.protobuf.Timestamp
-	21, // 27: patchbay.v1.GetTracepointStatsResponse.losses:type_name -> patchbay.v1.TraceLosses
-	31, // 28: patchbay.v1.GetTracepointStatsResponse.clock_error:type_name -> google.protobuf.Duration
-	34, // 29: patchbay.v1.DescribeAgentResponse.connected_at:type_name -> google.protobuf.Timestamp
-	30, // 30: patchbay.v1.DescribeAgentResponse.labels:type_name -> patchbay.v1.DescribeAgentResponse.LabelsEntry
-	31, // 31: patchbay.v1.DescribeAgentResponse.uptime:type_name -> google.protobuf.Duration
-	35, // 32: patchbay.v1.DescribeAgentResponse.pressure:type_name -> patchbay.v1.Pressure
-	2,  // 33: patchbay.v1.StreamKernelLogRequest.source:type_name -> patchbay.v1.KernelLogSource
-	31, // 34: patchbay.v1.StreamKernelLogRequest.since:type_name -> google.protobuf.Duration
-	29, // 35: patchbay.v1.StreamKernelLogResponse.records:type_name -> patchbay.v1.KernelLogRecord
-	2,  // 36: patchbay.v1.StreamKernelLogResponse.source:type_name -> patchbay.v1.KernelLogSource
-	31, // 37: patchbay.v1.KernelLogRecord.time:type_name -> google.protobuf.Duration
-	4,  // 38: patchbay.v1.TracepointsService.ListTracepoints:input_type -> patchbay.v1.ListTracepointsRequest
-	6,  // 39: patchbay.v1.TracepointsService.ArmTracepoints:input_type -> patchbay.v1.ArmTracepointsRequest
-	8,  // 40: patchbay.v1.TracepointsService.FireTracepoints:input_type -> patchbay.v1.FireTracepointsRequest
-	10, // 41: patchbay.v1.TracepointsService.ParkTracepoints:input_type -> patchbay.v1.ParkTracepointsRequest
-	12, // 42: patchbay.v1.TracepointsService.DisarmTracepoints:input_type -> patchbay.v1.DisarmTracepointsRequest
-	16, // 43: patchbay.v1.TracepointsService.StreamTracepointEvents:input_type -> patchbay.v1.StreamTracepointEventsRequest
-	23, // 44: patchbay.v1.TracepointsService.GetTracepointStats:input_type -> patchbay.v1.GetTracepointStatsRequest
-	25, // 45: patchbay.v1.TracepointsService.DescribeAgent:input_type -> patchbay.v1.DescribeAgentRequest
-	27, // 46: patchbay.v1.TracepointsService.StreamKernelLog:input_type -> patchbay.v1.StreamKernelLogRequest
-	5,  // 47: patchbay.v1.TracepointsService.ListTracepoints:output_type -> patchbay.v1.ListTracepointsResponse
-	7,  // 48: patchbay.v1.TracepointsService.ArmTracepoints:output_type -> patchbay.v1.ArmTracepointsResponse
-	9,  // 49: patchbay.v1.TracepointsService.FireTracepoints:output_type -> patchbay.v1.FireTracepointsResponse
-	11, // 50: patchbay.v1.TracepointsService.ParkTracepoints:output_type -> patchbay.v1.ParkTracepointsResponse
-	13, // 51: patchbay.v1.TracepointsService.DisarmTracepoints:output_type -> patchbay.v1.DisarmTracepointsResponse
-	17, // 52: patchbay.v1.TracepointsService.StreamTracepointEvents:output_type -> patchbay.v1.StreamTracepointEventsResponse
-	24, // 53: patchbay.v1.TracepointsService.GetTracepointStats:output_type -> patchbay.v1.GetTracepointStatsResponse
-	26, // 54: patchbay.v1.TracepointsService.DescribeAgent:output_type -> patchbay.v1.DescribeAgentResponse
-	28, // 55: patchbay.v1.TracepointsService.StreamKernelLog:output_type -> patchbay.v1.StreamKernelLogResponse
-	47, // [47:56] is the sub-list for method output_type
-	38, // [38:47] is the sub-list for method input_type
-	38, // [38:38] is the sub-list for extension type_name
-	38, // [38:38] is the sub-list for extension extendee
-	0,  // [0:38] is the sub-list for field type_name
+	1,  // 27: patchbay.v1.GetTracepointStatsRequest.source:type_name -> patchbay.v1.TraceSource
+	21, // 28: patchbay.v1.GetTracepointStatsResponse.losses:type_name -> patchbay.v1.TraceLosses
+	31, // 29: patchbay.v1.GetTracepointStatsResponse.clock_error:type_name -> google.protobuf.Duration
+	1,  // 30: patchbay.v1.GetTracepointStatsResponse.source:type_name -> patchbay.v1.TraceSource
+	34, // 31: patchbay.v1.DescribeAgentResponse.connected_at:type_name -> google.protobuf.Timestamp
+	30, // 32: patchbay.v1.DescribeAgentResponse.labels:type_name -> patchbay.v1.DescribeAgentResponse.LabelsEntry
+	31, // 33: patchbay.v1.DescribeAgentResponse.uptime:type_name -> google.protobuf.Duration
+	35, // 34: patchbay.v1.DescribeAgentResponse.pressure:type_name -> patchbay.v1.Pressure
+	2,  // 35: patchbay.v1.StreamKernelLogRequest.source:type_name -> patchbay.v1.KernelLogSource
+	31, // 36: patchbay.v1.StreamKernelLogRequest.since:type_name -> google.protobuf.Duration
+	29, // 37: patchbay.v1.StreamKernelLogResponse.records:type_name -> patchbay.v1.KernelLogRecord
+	2,  // 38: patchbay.v1.StreamKernelLogResponse.source:type_name -> patchbay.v1.KernelLogSource
+	31, // 39: patchbay.v1.KernelLogRecord.time:type_name -> google.protobuf.Duration
+	4,  // 40: patchbay.v1.TracepointsService.ListTracepoints:input_type -> patchbay.v1.ListTracepointsRequest
+	6,  // 41: patchbay.v1.TracepointsService.ArmTracepoints:input_type -> patchbay.v1.ArmTracepointsRequest
+	8,  // 42: patchbay.v1.TracepointsService.FireTracepoints:input_type -> patchbay.v1.FireTracepointsRequest
+	10, // 43: patchbay.v1.TracepointsService.ParkTracepoints:input_type -> patchbay.v1.ParkTracepointsRequest
+	12, // 44: patchbay.v1.TracepointsService.DisarmTracepoints:input_type -> patchbay.v1.DisarmTracepointsRequest
+	16, // 45: patchbay.v1.TracepointsService.StreamTracepointEvents:input_type -> patchbay.v1.StreamTracepointEventsRequest
+	23, // 46: patchbay.v1.TracepointsService.GetTracepointStats:input_type -> patchbay.v1.GetTracepointStatsRequest
+	25, // 47: patchbay.v1.TracepointsService.DescribeAgent:input_type -> patchbay.v1.DescribeAgentRequest
+	27, // 48: patchbay.v1.TracepointsService.StreamKernelLog:input_type -> patchbay.v1.StreamKernelLogRequest
+	5,  // 49: patchbay.v1.TracepointsService.ListTracepoints:output_type -> patchbay.v1.ListTracepointsResponse
+	7,  // 50: patchbay.v1.TracepointsService.ArmTracepoints:output_type -> patchbay.v1.ArmTracepointsResponse
+	9,  // 51: patchbay.v1.TracepointsService.FireTracepoints:output_type -> patchbay.v1.FireTracepointsResponse
+	11, // 52: patchbay.v1.TracepointsService.ParkTracepoints:output_type -> patchbay.v1.ParkTracepointsResponse
+	13, // 53: patchbay.v1.TracepointsService.DisarmTracepoints:output_type -> patchbay.v1.DisarmTracepointsResponse
+	17, // 54: patchbay.v1.TracepointsService.StreamTracepointEvents:output_type -> patchbay.v1.StreamTracepointEventsResponse
+	24, // 55: patchbay.v1.TracepointsService.GetTracepointStats:output_type -> patchbay.v1.GetTracepointStatsResponse
+	26, // 56: patchbay.v1.TracepointsService.DescribeAgent:output_type -> patchbay.v1.DescribeAgentResponse
+	28, // 57: patchbay.v1.TracepointsService.StreamKernelLog:output_type -> patchbay.v1.StreamKernelLogResponse
+	49, // [49:58] is the sub-list for method output_type
+	40, // [40:49] is the sub-list for method input_type
+	40, // [40:40] is the sub-list for extension type_name
+	40, // [40:40] is the sub-list for extension extendee
+	0,  // [0:40] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_tracepoints_proto_init() }

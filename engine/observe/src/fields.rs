@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Members of structures, found in a kernel's own types.
 
-use crate::{Member, Types, number};
+use crate::{KernelView, Member, Types, copy, number};
 
 /// The maximum plausible size of one of the structures, in bytes.
 const MAX_SIZE: u32 = 16_384;
@@ -41,10 +41,19 @@ impl Name {
     /// Returns the text in a copy of the structure.
     pub fn of(self, bytes: &[u8]) -> Vec<u8> {
         let field = bytes.get(self.offset as usize..).unwrap_or_default();
-        let field = &field[..field.len().min(self.size as usize)];
-        let end = field.iter().position(|byte| *byte == 0);
-        field[..end.unwrap_or(field.len())].to_vec()
+        until_nul(&field[..field.len().min(self.size as usize)])
     }
+
+    /// Reads the text of the structure at an address.
+    pub fn read(self, view: &(impl KernelView + ?Sized), structure: u64) -> Option<Vec<u8>> {
+        let address = structure.checked_add(self.offset.into())?;
+        Some(until_nul(&copy(view, address, self.size as usize)?))
+    }
+}
+
+fn until_nul(field: &[u8]) -> Vec<u8> {
+    let end = field.iter().position(|byte| *byte == 0);
+    field[..end.unwrap_or(field.len())].to_vec()
 }
 
 /// A structure whose members are looked up. Each returned member lies within it.

@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use patchbay_guest::guest::Transport;
 use patchbay_kernel_image::live::Way;
-use patchbay_observe::log::{Record, Summary};
+use patchbay_observe::log::Record;
 use patchbay_observe::state::{PRESSURES, State};
+use patchbay_observe::tasks::Task;
 use patchbay_proto::v1;
 use static_keys::{Class, NotPatchable};
 
@@ -17,7 +18,7 @@ use crate::keys::{
     ClosedGate, Event, FlipReport, HoldId, HoldView, KeyOutcome, KeyView, KeysError, Known,
     Quarantine, QuarantineCause, RegistrationPhase, Safety, SiteView, UpdateSummary,
 };
-use crate::log::first_line;
+use crate::log::{Details, first_line};
 
 pub fn to_u32(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
@@ -78,8 +79,8 @@ pub fn registration(phase: RegistrationPhase) -> v1::RegistrationState {
     }
 }
 
-/// Returns what a kernel's memory and its log say of its state.
-pub fn kernel_state(state: State, log: Summary) -> v1::KernelState {
+/// Returns what a kernel's memory says of its state.
+pub fn kernel_state(state: State, details: Details) -> v1::KernelState {
     let percent = |hundredths: u64| hundredths as f64 / 100.0;
     let kinds = PRESSURES.iter().zip(state.pressure.into_iter().flatten());
     let pressure = kinds.map(|(kind, [ten, sixty])| v1::Pressure {
@@ -87,6 +88,7 @@ pub fn kernel_state(state: State, log: Summary) -> v1::KernelState {
         average_10s: percent(ten),
         average_60s: percent(sixty),
     });
+    let log = details.log;
     v1::KernelState {
         taints: state.taints,
         load_hundredths: state.load.into_iter().flatten().collect(),
@@ -99,6 +101,17 @@ pub fn kernel_state(state: State, log: Summary) -> v1::KernelState {
         panic: log.panic.map(message),
         log_overwritten: log.overwritten,
         log_refused: log.refused,
+        tasks: details.tasks.into_iter().map(task).collect(),
+        trace_instances: details.instances,
+    }
+}
+
+fn task(task: Task) -> v1::CpuTask {
+    v1::CpuTask {
+        cpu: task.cpu,
+        pid: task.pid,
+        process: task.process,
+        name: first_line(&task.name),
     }
 }
 

@@ -23,7 +23,7 @@ use super::reading::{Counted, recorded};
 use super::requests::{from_proto, invalid};
 use super::snapshot;
 use crate::keys::{Keys, KeysError, PauseRequest, PauseState, RegistrationPhase};
-use crate::log::Place;
+use crate::log::{Details, Place};
 
 const DEFAULT_PAUSE_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_PAUSE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -109,9 +109,9 @@ impl GuestService for GuestApi {
         request: Request<v1::DescribeGuestRequest>,
     ) -> Result<Response<v1::DescribeGuestResponse>, Status> {
         let (guest, _, request) = self.access.admit(request)?;
-        let summary = match request.get_ref().find_kernel_state {
-            true => Place::search_for(&guest.keys, |place| place.summary()).await?,
-            false => None,
+        let details = match request.get_ref().find_kernel_state {
+            true => Place::search_for(&guest.keys, |place| place.details()).await?,
+            false => Details::default(),
         };
         let description = guest.keys.machine().description();
         let registration = guest.keys.describe();
@@ -144,7 +144,7 @@ impl GuestService for GuestApi {
             declared_keys: registration.declared,
             declaration_errors: registration.undeclared.clone(),
             kernel_state: Place::state(&guest.keys)
-                .map(|state| convert::kernel_state(state, summary.unwrap_or_default())),
+                .map(|state| convert::kernel_state(state, details)),
             status: Some(status::status(&guest, registration)),
         }))
     }

@@ -15,7 +15,7 @@ mod reader;
 mod stream;
 mod text;
 
-pub use self::reader::Place;
+pub use self::reader::{Details, Place};
 pub use self::stream::{LogStream, Wanted};
 pub use self::text::first_line;
 

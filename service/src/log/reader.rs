@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use patchbay_guest::kernel_memory::KernelMemory;
 use patchbay_observe::log::{Batch, Follower, Record, Start, Summary, Terms, newest};
 use patchbay_observe::state::State;
+use patchbay_observe::tasks::Task;
 use patchbay_proto::KERNEL_REPORTS;
 
 use crate::keys::registry::{KernelLog, Look};
@@ -29,6 +30,17 @@ const PATIENCE: Duration = Duration::from_secs(1);
 pub struct Place {
     log: KernelLog,
     memory: KernelMemory,
+}
+
+/// The details of a kernel that take longer to read than the words of its state.
+#[derive(Debug, Default)]
+pub struct Details {
+    /// The errors that the log reports, and its losses.
+    pub log: Summary,
+    /// The tasks that the CPUs run.
+    pub tasks: Vec<Task>,
+    /// The names of the tracefs instances, without the top level.
+    pub instances: Vec<String>,
 }
 
 impl Place {
@@ -74,9 +86,28 @@ impl Place {
         Some(place.log.log.state.read(&place.memory))
     }
 
-    /// Searches the log for the newest reports of errors. Returns `None` if it cannot be read.
-    pub fn summary(&self) -> Option<Summary> {
-        Summary::read(&self.memory, &self.log.log.source, KERNEL_REPORTS)
+    /// Reads the details of the kernel. Those that cannot be read are empty.
+    pub fn details(&self) -> Details {
+        let log = &self.log.log;
+        let tasks = log.tasks.as_ref().ok();
+        let names = log.trace.as_ref().ok();
+        let names = names.and_then(|trace| trace.names(&self.memory));
+        let instances = names.unwrap_or_default().into_iter();
+        // The top level has no name.
+        let instances = instances.filter(|name| !name.is_empty());
+        let summary = Summary::read(&self.memory, &log.source, KERNEL_REPORTS);
+        Details {
+            log: summary.unwrap_or_default(),
+            tasks: tasks
+                .and_then(|tasks| tasks.read(&self.memory))
+                .unwrap_or_default(),
+            instances: instances
+                .map(|name| match String::from_utf8(name) {
+                    Ok(name) => name,
+                    Err(error) => error.as_bytes().escape_ascii().to_string(),
+                })
+                .collect(),
+        }
     }
 
     fn of(keys: &Keys, log: KernelLog) -> Result<Self, KeysError> {

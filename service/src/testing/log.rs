@@ -23,6 +23,12 @@ const NO_PRESSURE: u64 = BASE + 48;
 const PRESSURE: u64 = BASE + 56;
 const PANIC: u64 = PRESSURE + 15 * 8;
 const UPTIME: u64 = PANIC + 8;
+/// The number of CPUs, behind the header of the ring; then the bits of those that are online, and
+/// the offsets of two CPUs.
+const CPUS: u64 = BASE + 0x400;
+/// The pointers to the tasks of the two CPUs, and the tasks.
+const CURRENT: u64 = CPUS + 0x40;
+const TASKS: u64 = CPUS + 0x80;
 
 /// A log in the memory of a guest that has registered.
 pub struct GuestLog {
@@ -49,6 +55,14 @@ impl GuestLog {
                 panic: Some(PANIC),
                 uptime: Some([UPTIME, UPTIME + 8]),
             },
+            tasks: Ok(patchbay_observe::tasks::Source {
+                cpus: CPUS,
+                online: CPUS + 8,
+                offsets: CPUS + 16,
+                current: CPUS,
+                layout: patchbay_observe::tasks::Layout::read(&Version::V6_12)
+                    .expect("it is whole"),
+            }),
             trace: Err("the test has no trace events".to_owned()),
         };
         let log = Self {
@@ -130,6 +144,26 @@ impl GuestLog {
         self.write(|writer| {
             writer.put(UPTIME, seconds);
             writer.put(UPTIME + 8, suspended);
+        });
+    }
+
+    /// Gives each of up to two CPUs a task: its pid, that of its process, and its name.
+    ///
+    /// # Panics
+    /// If there are more, or a name has over 16 bytes.
+    pub fn put_tasks(&self, tasks: &[(u32, u32, &str)]) {
+        assert!(tasks.len() <= 2, "two CPUs have room");
+        self.write(|writer| {
+            writer.put(CPUS, tasks.len() as u64);
+            writer.put(CPUS + 8, u64::MAX);
+            for (cpu, (pid, process, name)) in (0..).zip(tasks) {
+                let (current, task) = (CURRENT + 8 * cpu, TASKS + 64 * cpu);
+                writer.put(CPUS + 16 + 8 * cpu, current - CPUS);
+                writer.put(current, task);
+                writer.put(task, u64::from(*process) << 32 | u64::from(*pid));
+                writer.put_bytes(task + 16, &[0; 16]);
+                writer.put_bytes(task + 16, name.as_bytes());
+            }
         });
     }
 

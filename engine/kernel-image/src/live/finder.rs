@@ -24,7 +24,7 @@ use super::layout::{self, Inner};
 use super::locate::{self, Anchors, Located};
 use super::parts::Clock;
 use patchbay_memory::{Cpu, PhysicalMemory};
-use patchbay_observe::{log, state, trace};
+use patchbay_observe::{log, state, tasks, trace};
 use static_keys::GateKind;
 
 /// X86_FEATURE_PTI is bit 11 of word 7.
@@ -371,6 +371,7 @@ fn log(anchors: &Anchors, inner: &Inner) -> Result<Log, String> {
                 layout,
             },
             state: state_of(anchors, inner),
+            tasks: running(anchors, inner),
             trace: trace(anchors, inner),
         })
     });
@@ -399,6 +400,24 @@ fn state_of(anchors: &Anchors, inner: &Inner) -> state::Source {
         panic: address(state::PANIC),
         uptime: uptime(),
     }
+}
+
+/// Returns the locations from which the CPUs' tasks are found.
+fn running(anchors: &Anchors, inner: &Inner) -> Result<tasks::Source, String> {
+    let address = |symbol| {
+        let found = anchors.named.address(symbol);
+        found.ok_or_else(|| format!("the kernel has no single symbol {symbol}"))
+    };
+    let layout = inner.tasks.clone()?;
+    let variables = tasks::CURRENT.map(|name| anchors.named.address(name));
+    let current = layout.current(variables);
+    Ok(tasks::Source {
+        cpus: address(tasks::CPUS)?,
+        online: address(tasks::ONLINE)?,
+        offsets: address(tasks::OFFSETS)?,
+        current: current.ok_or("the kernel has no variable with a CPU's task")?,
+        layout,
+    })
 }
 
 /// Returns the location of the kernel's trace events.

@@ -152,6 +152,8 @@ pub struct Log {
     pub source: patchbay_observe::log::Source,
     /// The words of the same kernel's state.
     pub state: patchbay_observe::state::Source,
+    /// The tasks that the CPUs run, or the reason why they cannot be read.
+    pub tasks: Result<patchbay_observe::tasks::Source, String>,
     /// The trace events, or the reason why they cannot be read.
     pub trace: Result<patchbay_observe::trace::Source, String>,
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The offsets in the kernel's structures, read from BTF, and the symbols that are looked up.
 
-use patchbay_observe::{log, state, trace};
+use patchbay_observe::{log, state, tasks, trace};
 
 use super::error::{DiscoveryError, refuse};
 use crate::btf::Btf;
@@ -57,6 +57,10 @@ pub(super) const SYMBOLS: &[&str] = &[
     state::TIMEKEEPERS[0],
     state::TIMEKEEPERS[1],
     state::WARNINGS,
+    tasks::CURRENT[0],
+    tasks::CURRENT[1],
+    tasks::CURRENT[2],
+    tasks::ONLINE,
     trace::ARRAYS,
     trace::COMMON_FIELDS,
     trace::CPUS,
@@ -92,7 +96,7 @@ pub(super) const DATA_SYMBOLS: &[&str] = &[
 
 /// Returns every type that is looked up by name.
 pub(super) fn types() -> Vec<&'static str> {
-    [TYPES, log::TYPES, state::TYPES, trace::TYPES].concat()
+    [TYPES, log::TYPES, state::TYPES, tasks::TYPES, trace::TYPES].concat()
 }
 
 /// The types that a discovery of keys looks up.
@@ -168,6 +172,8 @@ pub(super) struct Inner {
     pub pressure: Option<u64>,
     /// Offsets of the time in a timekeeper.
     pub timekeeper: Option<state::Timekeeper>,
+    /// The kernel's tasks, or the reason why they cannot be read.
+    pub tasks: Result<tasks::Layout, String>,
     /// The kernel's trace events, or the reason why they cannot be read.
     pub trace: Result<trace::Layout, String>,
 }
@@ -346,6 +352,7 @@ pub(super) fn read(
         log: log::Layout::read(btf).map_err(|why| format!("{whose} does not describe it: {why}")),
         pressure: state::averages(btf),
         timekeeper: state::Timekeeper::find(btf),
+        tasks: tasks::Layout::read(btf),
         trace: trace::Layout::read(btf)
             .map_err(|why| format!("{whose} does not describe them: {why}; kernels that are built without CONFIG_TRACING have none")),
     };

@@ -129,7 +129,17 @@ pub fn kernel() -> Types {
     );
     types.structure("mutex", 32, &[("owner", 0, U64)]);
     types.structure("bp_patching_desc", 16, &[("refs", 96, U32)]);
-    types.structure("task_struct", 64, &[("stack_canary", 320, U64)]);
+    let comm = types.array(U32, 4);
+    types.structure(
+        "task_struct",
+        64,
+        &[
+            ("pid", 0, U32),
+            ("tgid", 32, U32),
+            ("stack_canary", 320, U64),
+            ("comm", 384, comm),
+        ],
+    );
     types.structure("cpuinfo_x86", 64, &[("x86_capability", 0, U32)]);
     types.enumeration(
         "system_states",

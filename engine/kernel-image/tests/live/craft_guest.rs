@@ -203,11 +203,15 @@ fn data_symbols(guest: &mut CraftedGuest) {
         "oops_count",
         "psi_system",
         "psi_disabled",
+        "nr_cpu_ids",
+        "__cpu_online_mask",
+        "__per_cpu_offset",
     ] {
         guest.name(data.take(64), 'D', symbol);
     }
     // Before 6.15, the symbols of per-CPU variables are offsets.
     guest.name(0x1f000, 'A', "cpu_variable");
+    guest.name(0x1f008, 'A', "current_task");
     guest.name(RODATA, 'D', "__start_rodata");
     guest.name(DATA, 'D', "__end_rodata");
     // A second key with the name `shared`.

@@ -31,6 +31,11 @@ fn the_log_is_found_beside_the_keys_and_alone() {
     assert_eq!(alone.state, state);
     let of_6_12 = Layout::read(&Version::V6_12).expect("whole");
     assert_eq!(alone.source.layout, of_6_12);
+    let tasks = alone.tasks.clone().expect("found");
+    let found = [tasks.cpus, tasks.online, tasks.offsets, tasks.current];
+    let names = ["nr_cpu_ids", "__cpu_online_mask", "__per_cpu_offset"].map(symbol);
+    // KASLR does not move the per-CPU variables of this kernel.
+    assert_eq!(found, [names[0], names[1], names[2], 0x1f008]);
     // The crafted kernel has no tracing.
     let why = alone.trace.clone().expect_err("no types");
     assert!(
@@ -79,4 +84,8 @@ fn a_kernel_without_the_symbol_says_so() {
     assert!(error.contains("no single symbol prb"), "{error}");
     let kernel = Finder::default().find(&guest, &guest.cpus, Way::Image);
     assert!(kernel.expect("its keys are found").log.is_err());
+    let guest = guest_without("current_task");
+    let log = find(&mut Finder::default(), &guest).expect("found");
+    let why = log.tasks.expect_err("no symbol");
+    assert!(why.contains("no variable with a CPU's task"), "{why}");
 }
