@@ -256,6 +256,7 @@ fn log(types: &mut Types) {
         &[
             ("desc_ring", 0, descriptors),
             ("text_data_ring", 384, texts),
+            ("fail", 640, U64),
         ],
     );
     let positions = types.structure(
