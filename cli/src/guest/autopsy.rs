@@ -38,8 +38,8 @@ pub struct AutopsyArgs {
     /// Newest events that are kept of each ring buffer, 0 to 1000000.
     #[arg(long, value_name = "NUMBER", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
     pub events: u32,
-    /// Read the ring buffer of this tracefs instance in the guest even if the guest has over 31; may
-    /// be repeated. Those of the others are read in any case.
+    /// Read the ring buffer of this tracefs instance even if the guest has over 31; may be
+    /// repeated. Those of the others are read in any case.
     #[arg(long = "instance", value_name = "NAME")]
     pub instances: Vec<String>,
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Reads what a running Linux kernel records in its own memory: its log ([`log`]), its taints,
-//! load, uptime, warnings and pressure ([`state`]), the tasks of its CPUs ([`tasks`]), and its trace
-//! events ([`trace`]).
+//! load, uptime, warnings and pressure ([`state`]), the tasks of its CPUs ([`tasks`]), and its
+//! trace events ([`trace`]).
 //!
 //! The crate does no I/O and starts no thread. It reads through a [`KernelView`], while the kernel
 //! runs, is stopped, or has panicked. The kernel owns every pointer and every length that is read:

@@ -36,8 +36,6 @@ pub const TYPES: &[&str] = &["pcpu_hot", "rq", "task_struct"];
 const MAX_CPUS: u64 = 8192;
 /// The number of copies of a task after which a CPU that switches tasks all the time is left out.
 const MAX_COPIES: usize = 4;
-/// Kernel addresses begin here.
-const KERNEL: u64 = 0xffff_8000_0000_0000;
 
 /// The layout of the structures, from a kernel's own types.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -138,7 +136,7 @@ impl Source {
     fn task(&self, view: &(impl KernelView + ?Sized), cpu: u64) -> Option<Task> {
         let offset = word(view, self.offsets.checked_add(8 * cpu)?)?;
         let at = self.current.wrapping_add(offset);
-        let current = || word(view, at).filter(|task| *task >= KERNEL);
+        let current = || word(view, at);
         let mut task = current()?;
         for _ in 0..MAX_COPIES {
             let copied = self.copy(view, u32::try_from(cpu).ok()?, task);

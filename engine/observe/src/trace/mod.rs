@@ -114,8 +114,8 @@ pub struct Source {
 }
 
 impl Source {
-    /// Returns the names of the instances, in any bytes. The name of the top level is empty. Returns
-    /// `None` if the list cannot be read.
+    /// Returns the names of the instances, in any bytes. The name of the top level is empty.
+    /// Returns `None` if the list cannot be read.
     pub fn names(&self, view: &(impl KernelView + ?Sized)) -> Option<Vec<Vec<u8>>> {
         let arrays = events::arrays(view, self)?.into_iter();
         Some(arrays.map(|(_, name)| name).collect())

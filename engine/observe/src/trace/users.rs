@@ -12,8 +12,8 @@ use crate::{Bounded, KernelView, copy, word};
 /// 100 bytes.
 const MAX_READS: usize = 1 << 18;
 const MAX_BYTES: usize = 32 << 20;
-/// The maximum number of bytes of all names that are returned. A guest may give a thousand instances
-/// long names, and enable all events in each.
+/// The maximum number of bytes of all names that are returned. A guest may give a thousand
+/// instances long names, and enable all events in each.
 const MAX_NAMES: usize = 1 << 20;
 /// `EVENT_FILE_FL_ENABLED`: the probe of the event is attached for this instance. It is also set
 /// while a trigger of the guest waits for the event.
