@@ -57,6 +57,9 @@ pub struct Found {
     /// The guest's boot; empty if it is not known.
     pub boot: String,
     pub claims: FoundClaims,
+    /// The number of the rollout's claims that the guest has; `None` if its service does not count
+    /// them.
+    pub total: Option<usize>,
 }
 
 /// The claims of a rollout that a guest has.
@@ -273,7 +276,12 @@ impl Rollout {
             return;
         }
         let was_ineffective = self.members[index].state.is_ineffective();
-        let Some(Found { boot, claims }) = found else {
+        let Some(Found {
+            boot,
+            claims,
+            total,
+        }) = found
+        else {
             match was_ineffective {
                 true => _ = self.put_off(index, now),
                 false => self.lose_sight(index, now),
@@ -288,11 +296,19 @@ impl Rollout {
         let is_suspect = self.run.suspects.remove(&index);
         if !boot.is_empty() {
             let has_booted = boot != self.members[index].boot;
+            let all = self.members[index].plan.set.claims().len();
             match claims {
                 FoundClaims::None => self.has_none(index, &boot, now),
                 // The guest has booted between the reads of its claims and of its boot.
                 FoundClaims::Ineffective(_) | FoundClaims::Replaced(_) if has_booted => {
                     self.has_none(index, &boot, now);
+                }
+                // The service has lost its record, and a late message of an earlier generation has
+                // made some of the claims again.
+                FoundClaims::Made | FoundClaims::Replaced(_)
+                    if total.is_some_and(|total| total < all) =>
+                {
+                    self.ineffective(index, Failure::NoRecord, LOST_LEDGER, now);
                 }
                 FoundClaims::Made if was_ineffective => {
                     let pause_us = self.members[index].pause().unwrap_or(0);

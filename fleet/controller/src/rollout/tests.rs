@@ -112,7 +112,12 @@ fn released(rollout: &mut Rollout, index: usize, outcome: ReleaseOutcome, now: M
 
 fn found(boot: &str, claims: FoundClaims) -> Option<Found> {
     let boot = boot.to_owned();
-    Some(Found { boot, claims })
+    let total = None;
+    Some(Found {
+        boot,
+        claims,
+        total,
+    })
 }
 
 fn made(pause_us: u64) -> ClaimOutcome {

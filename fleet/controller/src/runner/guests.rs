@@ -254,9 +254,14 @@ impl Found {
             (_, None) if has_claims => FoundClaims::Made,
             (_, None) => FoundClaims::None,
         };
+        // A service of an earlier version always says 0.
+        let total = usize::try_from(answer.total)
+            .ok()
+            .filter(|total| *total > 0);
         Self {
             boot: answer.boot,
             claims,
+            total,
         }
     }
 }

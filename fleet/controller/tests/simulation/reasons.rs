@@ -103,7 +103,10 @@ impl Driver {
                 let has_failed = match found.claims {
                     FoundClaims::Ineffective(_) | FoundClaims::Replaced(_) => true,
                     FoundClaims::None => found.boot == self.rollout.members()[of.member].boot,
-                    FoundClaims::Made | FoundClaims::Unclear => false,
+                    FoundClaims::Made | FoundClaims::Unclear => {
+                        let all = self.rollout.members()[of.member].plan.set.claims().len();
+                        found.total.is_some_and(|total| total < all)
+                    }
                 };
                 has_failed.then_some(Fact::Guest(of.member, Told::Failed))
             }),

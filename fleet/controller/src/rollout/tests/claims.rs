@@ -3,6 +3,7 @@
 
 use super::super::machine::{MAX_ATTEMPTS, MAX_BACKOFF};
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use super::*;
 
@@ -163,7 +164,20 @@ fn a_resume_sends_nothing_to_guests_that_are_only_asked() {
     for _ in 0..2 {
         rollout.checked(0, 1, found("boot-1", changed()), 20);
     }
-    rollout.checked(1, 1, found("boot-1", FoundClaims::None), 20);
+    // The service of the second guest has lost its record, and a late message has made a claim.
+    let claim = |key: &str| Claim {
+        key: key.to_owned(),
+        want: Want::On,
+    };
+    let set = KeySet::new(vec![claim("alpha"), claim("beta")], vec![]);
+    rollout.members[1].plan.set = Arc::new(set);
+    let partly = Found {
+        total: Some(1),
+        ..found("boot-1", FoundClaims::Made).expect("found")
+    };
+    rollout.checked(1, 1, Some(partly), 20);
+    assert!(rollout.members()[1].state.has_lost_record());
+    rollout.checked(1, 1, found("boot-1", FoundClaims::None), 30);
     assert!(rollout.members()[1].state.has_lost_record());
     rollout.resume("alice", 1000).expect("it is paused");
     assert_eq!(claims(&rollout.step(1000)), [2]);
