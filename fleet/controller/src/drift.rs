@@ -127,13 +127,7 @@ fn waiting(rollout: &Rollout) -> Vec<String> {
     let waves = rollout.header().waves.iter();
     let waves = waves.filter(|wave| wave.is_added && !wave.is_taken_back);
     let members = waves.flat_map(|wave| &rollout.members()[wave.members()]);
-    let is_waiting = |member: &&Member| {
-        matches!(
-            member.state,
-            State::Pending | State::Claiming { again: false }
-        )
-    };
-    let waiting = members.filter(is_waiting);
+    let waiting = members.filter(|member| member.state.is_awaited());
     waiting.map(|member| member.guest.clone()).collect()
 }
 

@@ -114,8 +114,8 @@ async fn sweep(leads: &Leadership, shown: &watch::Sender<Arc<Observed>>) {
     shown.send_replace(Arc::new(observed));
 }
 
-/// Makes the rollouts look at the guests that do not answer a sweep any more, or answer again, so
-/// that they show the same as the sweep.
+/// Makes the rollouts query guests that have stopped or resumed answering the sweep, so that both
+/// show the same state.
 fn compare(hosts: &Hosts, host: &str, before: Option<&Answer>, now: &Answer) {
     match (before, now) {
         (Some(Ok(_)) | None, Err(_)) | (Some(Err(_)), Ok(_)) => hosts.changed(host, None),
@@ -186,7 +186,7 @@ pub struct Heat {
     total: usize,
     from: usize,
     differing: usize,
-    /// The number of guests whose keys are not known although a rollout wants them in a state.
+    /// The number of guests for which a rollout wants key states that could not be read.
     unknown: usize,
     hosts: Vec<HostColumn>,
 }
@@ -200,7 +200,7 @@ struct HostColumn {
     /// The cells, one for each key.
     cells: Vec<Cell>,
     differs: usize,
-    /// The number of guests whose keys are not known although a rollout wants them in a state.
+    /// The number of guests for which a rollout wants key states that could not be read.
     unknown: usize,
 }
 
@@ -246,7 +246,7 @@ pub fn heat(
     let mut hosts: BTreeMap<&str, BTreeMap<String, String>> = known
         .map(|host| (host.name.as_str(), host.labels.clone()))
         .collect();
-    // A host that has died is not registered any more, but rollouts still have its guests.
+    // A host that is no longer registered may still have guests in rollouts.
     for host in absent.keys() {
         hosts.entry(host).or_default();
     }

@@ -174,7 +174,9 @@ pub fn needs<'m>(
         Phase::Paused if rollout.header().closed_gate.is_some() => Some("a gate is closed"),
         Phase::Paused => Some("it is paused"),
         Phase::Reverting(_) if waits.stuck > 0 => Some("guests are not released"),
-        Phase::Running(_) | Phase::Completed if waits.not_yet > 0 => Some("guests have failed"),
+        Phase::Running(_) | Phase::Completed if waits.not_yet > 0 => {
+            Some("guests are not yet as wanted")
+        }
         Phase::Running(_) | Phase::Completed if waits.unknown > 0 => Some("guests do not answer"),
         _ => None,
     }

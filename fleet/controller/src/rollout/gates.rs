@@ -3,33 +3,30 @@
 //! compare with.
 
 use super::policy::{ErrorsOf, WaveGate, WaveGateKind};
-use super::state::{Failure, Health, Member, Millis, Rollout, State};
+use super::state::{Failure, Health, Member, Millis, Rollout, State, Wave};
 
 /// Returns the reason why the gate is closed, according to the members so far; `None` if the gate
 /// is open.
 ///
 /// The guests of earlier waves on which claims have no effect any more do not close the gate of a
 /// wave that was added: another rollout may have changed them since.
-pub(super) fn closed(
-    gate: &WaveGate,
-    wave: &[Member],
-    all: &[Member],
-    is_added: bool,
-) -> Option<String> {
+pub(super) fn closed(gate: &WaveGate, wave: &Wave, all: &[Member]) -> Option<String> {
+    let range = wave.members();
+    let of_wave = &all[range.clone()];
     match gate.kind {
         WaveGateKind::Errors { max_percent, of } => match of {
-            ErrorsOf::Wave => too_many_errors(max_percent, wave, "its"),
-            ErrorsOf::Rollout if is_added => {
-                let is_ineffective = |member: &&Member| member.state.is_ineffective();
-                let others = all.iter().filter(|member| !is_ineffective(member));
-                let counted = others.chain(wave.iter().filter(is_ineffective));
-                let counted: Vec<Member> = counted.cloned().collect();
-                too_many_errors(max_percent, &counted, "the rollout's")
+            ErrorsOf::Wave => too_many_errors(max_percent, of_wave.iter(), "its"),
+            ErrorsOf::Rollout => {
+                let members = all.iter().enumerate();
+                let counted = members.filter(|(index, member)| {
+                    !wave.is_added || range.contains(index) || !member.state.is_ineffective()
+                });
+                let counted = counted.map(|(_, member)| member);
+                too_many_errors(max_percent, counted, "the rollout's")
             }
-            ErrorsOf::Rollout => too_many_errors(max_percent, all, "the rollout's"),
         },
         WaveGateKind::PauseP99 { budget_us } => {
-            let p99 = pause_p99(wave)?;
+            let p99 = pause_p99(of_wave)?;
             (p99 > budget_us).then(|| {
                 format!(
                     "the 99th percentile of its pauses is {p99} us, the budget is {budget_us} us"
@@ -99,10 +96,13 @@ fn is_wanted(member: &Member) -> bool {
     )
 }
 
-fn too_many_errors(max_percent: u32, members: &[Member], whose: &str) -> Option<String> {
-    let all = members.iter().filter(|member| is_wanted(member)).count();
+fn too_many_errors<'m>(
+    max_percent: u32,
+    members: impl Iterator<Item = &'m Member> + Clone,
+    whose: &str,
+) -> Option<String> {
+    let all = members.clone().filter(|member| is_wanted(member)).count();
     let mut failed = members
-        .iter()
         // The keys of a guest whose service has lost its record may be as wanted.
         .filter(|member| !member.state.has_lost_record())
         .filter_map(|member| Some((&member.guest, member.state.late()?)));

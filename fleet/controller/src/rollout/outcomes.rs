@@ -12,7 +12,7 @@ use crate::hosts::Changed;
 const SOON: Millis = 600_000;
 /// The number of such events after which the guest is left as it is.
 const MAX_BOOTS: u32 = 3;
-/// Why a guest is not as wanted that has confirmed the claims in this boot and has none.
+/// The reason for a guest whose service has lost its record of claims confirmed in this boot.
 const LOST_LEDGER: &str =
     "its service has lost its record of the claims, so nobody knows whether they still hold";
 
@@ -315,12 +315,10 @@ impl Rollout {
                     self.set(index, State::AsWanted { pause_us });
                 }
                 FoundClaims::Made | FoundClaims::Unclear => {}
-                // A module may just be loaded again, and a person may only try something.
+                // The cause may be short-lived, such as a module that is being loaded again.
                 FoundClaims::Ineffective(_) if !was_ineffective && !is_suspect => {
                     self.run.suspects.insert(index);
-                    for _ in 0..3 {
-                        self.put_off(index, now);
-                    }
+                    self.put_off_by(index, 3, now);
                 }
                 FoundClaims::Ineffective(why) => {
                     self.ineffective(index, Failure::Ineffective, &why, now);
@@ -358,8 +356,8 @@ impl Rollout {
         self.set(index, State::NotYet { failure, why });
     }
 
-    /// Makes the claims again that a guest has lost with a module. A module that is loaded again
-    /// soon after each change may be so because of the change.
+    /// Makes claims again that ended with their module. If the module is reloaded soon after each
+    /// change, the change may be the cause.
     fn replaced(&mut self, index: usize, why: &str, now: Millis) {
         let losses = self.count_loss(index, now);
         if losses >= MAX_BOOTS {
@@ -367,9 +365,7 @@ impl Rollout {
             self.ineffective(index, Failure::Ineffective, &why, now);
             return;
         }
-        for _ in 0..losses * 4 {
-            self.put_off(index, now);
-        }
+        self.put_off_by(index, losses * 4, now);
         self.set(index, State::Pending);
     }
 
@@ -411,9 +407,7 @@ impl Rollout {
             self.note_of(Event::Drift, "", now, text);
             self.set(index, State::Released { void: true });
         } else {
-            for _ in 0..boots * 4 {
-                self.put_off(index, now);
-            }
+            self.put_off_by(index, boots * 4, now);
             self.members[index].health = None;
             self.set(index, State::Pending);
         }
@@ -440,6 +434,13 @@ impl Rollout {
         let retry = (failed, now.saturating_add(delay));
         self.run.retries.insert(index, retry);
         failed
+    }
+
+    /// Schedules the next call for a member as after this number of calls that failed.
+    fn put_off_by(&mut self, index: usize, failed: u32, now: Millis) {
+        for _ in 0..failed {
+            self.put_off(index, now);
+        }
     }
 
     /// Asks the guests of these hosts at once if they have the claims, and repeats what failed on

@@ -63,8 +63,7 @@ impl Rollout {
             return Standing::NotAsked;
         }
         if gate.kind.timeout_ms().is_none() {
-            let members = &self.members[wave.members()];
-            return match gates::closed(gate, members, &self.members, wave.is_added) {
+            return match gates::closed(gate, wave, &self.members) {
                 Some(why) => Standing::Closed(why),
                 None => Standing::Passed(None),
             };

@@ -154,6 +154,11 @@ impl State {
         }
     }
 
+    /// Returns whether the guest's wave waits for it: it waits for its change, or is being changed.
+    pub fn is_awaited(&self) -> bool {
+        matches!(self, Self::Pending | Self::Claiming { again: false })
+    }
+
     /// Returns whether the guest has confirmed the claims.
     pub fn has_claims(&self) -> bool {
         matches!(self, Self::AsWanted { .. }) || self.is_ineffective()

@@ -2,6 +2,7 @@
 //! Tests the machine step by step.
 
 mod claims;
+mod effect;
 mod events;
 mod gates;
 mod persons;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tracks guests that were as wanted and do not answer any more, and dates what is not as it should
-//! be.
+//! Tracks guests that were as wanted and no longer answer, and records since when each guest is
+//! not as wanted.
 
 use std::collections::BTreeSet;
 

@@ -7,7 +7,7 @@ use super::describe::lasting;
 use super::gates;
 use super::machine::{Action, Step};
 use super::policy::{OnFailure, WaveGate, WaveGateKind};
-use super::state::{End, Event, Member, Millis, Phase, Rollout, Stage, State};
+use super::state::{End, Event, Member, Millis, Phase, Rollout, Stage};
 
 impl Rollout {
     pub(super) fn change_wave(&mut self, now: Millis) {
@@ -23,12 +23,7 @@ impl Rollout {
 
     /// Returns whether the rollout waits for no member of the waves that have begun.
     pub(super) fn is_settled(&self) -> bool {
-        let is_open = |member: &Member| {
-            matches!(
-                member.state,
-                State::Pending | State::Claiming { again: false }
-            )
-        };
+        let is_open = |member: &Member| member.state.is_awaited();
         let has_wave = self.header.wave < self.header.waves.len();
         has_wave && !self.members[self.reached()].iter().any(is_open)
     }
@@ -150,14 +145,10 @@ impl Rollout {
 
     /// Returns a gate that the members close, and the reason.
     fn closed_gate(&self, counts: fn(&WaveGateKind) -> bool) -> Option<(usize, String)> {
-        let wave = &self.members[self.header.waves[self.header.wave].members()];
+        let wave = &self.header.waves[self.header.wave];
         let gates = self.header.policy.gates.iter().enumerate();
         let mut gates = gates.filter(|(_, gate)| counts(&gate.kind));
-        let is_added = self.header.waves[self.header.wave].is_added;
-        gates.find_map(|(index, gate)| {
-            let why = gates::closed(gate, wave, &self.members, is_added)?;
-            Some((index, why))
-        })
+        gates.find_map(|(index, gate)| Some((index, gates::closed(gate, wave, &self.members)?)))
     }
 
     pub(super) fn next_wave(&mut self, now: Millis) {

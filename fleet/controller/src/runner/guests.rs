@@ -235,7 +235,8 @@ impl Found {
         let count = not_made.clone().count();
         let is_replaced =
             |claim: &&v1::Claim| claim.state() == v1::ClaimState::Void && claim.key_replaced;
-        // The claims of a set are made again together, also those that somebody has voided.
+        // A new set makes all claims again, including those voided because the guest or an operator
+        // changed the key. So the set is not sent if there is such a claim.
         let is_changed =
             |claim: &v1::Claim| claim.state() == v1::ClaimState::Void && !claim.key_replaced;
         let may_be_changed = is_cut || not_made.clone().any(is_changed);
@@ -483,7 +484,7 @@ mod tests {
         let replaced = found(3, &[(HeldByOthers, false), (Void, true)]);
         let why = "the module of key m:a was loaded again".to_owned();
         assert_eq!(replaced, FoundClaims::Replaced(why));
-        // Somebody has turned another key of the set off by force.
+        // An operator has turned another key of the set off by force.
         let forced = found(3, &[(Void, false), (Void, true)]);
         let changed = "the guest or an operator has changed the key since; and 1 more";
         assert_eq!(forced, ineffective(changed));

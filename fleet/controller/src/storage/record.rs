@@ -5,7 +5,7 @@
 //! text as it was given, after a line with the version. Records of version 1 have no version.
 //!
 //! A change of the form gets a new version here and a fixture beside this file, which
-//! `storage/tests.rs` loads. Version 4 adds a reason for which a guest is not yet as wanted.
+//! `storage/tests.rs` loads. Version 4 adds two reasons for which a guest is not yet as wanted.
 //! Rollouts of versions 1 and 2 changed keys without claims. This program cannot continue them, and
 //! reads only whether they are over.
 

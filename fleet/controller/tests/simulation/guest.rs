@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A guest in memory with the real service code, which a fault can kill at any write of its ledger.
 
+mod module;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,10 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use patchbay_fleet::rollout::{Millis, Want};
-use patchbay_guest::abi;
 use patchbay_guest::guest::Guest as _;
-use patchbay_guest::memory::GuestRam;
-use patchbay_guest::requests::GuestRequests;
 use patchbay_guest::testing::{InMemoryGuest, TestKey, Told};
 use patchbay_proto::v1;
 use patchbay_service::keys::claims::{CopiedHolds, LedgerFile, Mark};
@@ -20,33 +19,14 @@ use patchbay_service::testing::{ManualClock, found, list_claims, set_claims};
 use tokio::runtime::Runtime;
 use tonic::{Request, Status};
 
+pub use self::module::MODULE_KEY;
+use self::module::Requests;
 use super::copies::Snapshot;
 
 /// The keys of every guest.
 pub const KEYS: [&str; 3] = ["alpha", "beta", MODULE_KEY];
-/// The key of the module that guests load and unload.
-pub const MODULE_KEY: &str = "mod:gamma";
-const MODULE: &str = "mod";
-/// The maximum number of times that a guest loads the module: each time it has another place.
-const MAX_LOADS: u32 = 24;
 /// The principal of the controllers' calls.
 pub const CONTROLLER: &str = "controller";
-
-/// The requests of the kernel. Services find the kernel, and only the requests about the module
-/// are served, by the service that runs.
-#[derive(Default)]
-struct Requests(Mutex<Option<Arc<Registry>>>);
-
-impl GuestRequests for Requests {
-    fn attach(&self, _: GuestRam) {}
-
-    fn request(&self, op: u32, page: u64) -> i32 {
-        match &*locked(&self.0) {
-            Some(registry) if op != abi::OP_REGISTER => registry.request(op, page),
-            _ => 0,
-        }
-    }
-}
 
 /// The treatment of a key by the guest's kernel and its service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -297,9 +277,7 @@ impl Guest {
             .register_kernel(self.tables.clone())
             .expect("taken");
         *locked(&self.requests.0) = Some(Arc::clone(&registry));
-        if self.kind(MODULE_KEY) != Kind::Missing {
-            assert_eq!(self.vm.add_module_again(MODULE, |_| {}), 0);
-        }
+        self.register_module();
         let ledger = LedgerFile::open(&locked(&self.copies).path, "monitor").expect("opens");
         let config = KeysConfig {
             // The service of a copy lives as long as the copy.
@@ -355,37 +333,6 @@ impl Guest {
         }
         if self.kind(MODULE_KEY) != Kind::Missing {
             self.load_module();
-        }
-    }
-
-    /// Loads the module. Its key has no claims and the count with which it is loaded.
-    pub fn load_module(&mut self) {
-        if self.loads == MAX_LOADS {
-            self.kinds.insert(MODULE_KEY, Kind::Missing);
-            return;
-        }
-        self.loads += 1;
-        self.is_settled = false;
-        self.kinds.remove(MODULE_KEY);
-        let (_, name) = MODULE_KEY.split_once(':').expect("it has a module");
-        let key = TestKey {
-            count: self.original[MODULE_KEY],
-            ..TestKey::new(name, 1)
-        };
-        assert_eq!(self.vm.add_module(MODULE, &[key]), 0);
-    }
-
-    /// Unloads the module, which ends everybody's claims on its key.
-    pub fn unload_module(&mut self) {
-        self.is_settled = false;
-        assert_eq!(self.vm.delete_module(MODULE), 0);
-        self.kinds.insert(MODULE_KEY, Kind::Missing);
-        // Without a record of the claims, nobody knows that they are gone.
-        if self.orphans.is_none() {
-            self.changed.remove(MODULE_KEY);
-        }
-        for wants in self.others.values_mut() {
-            wants.remove(MODULE_KEY);
         }
     }
 
@@ -547,11 +494,7 @@ impl Guest {
         now: Millis,
         owner: &str,
     ) -> Result<v1::ListClaimsResponse, Status> {
-        let request = v1::ListClaimsRequest {
-            owner: owner.to_owned(),
-            ..v1::ListClaimsRequest::default()
-        };
-        self.list(runtime, now, request)
+        self.list(runtime, now, owner, false)
     }
 
     /// Returns the number of claims of an owner, those that are not made, and the guest's boot. The
@@ -562,22 +505,23 @@ impl Guest {
         now: Millis,
         owner: &str,
     ) -> Result<v1::ListClaimsResponse, Status> {
-        let request = v1::ListClaimsRequest {
-            owner: owner.to_owned(),
-            not_made: true,
-            ..v1::ListClaimsRequest::default()
-        };
-        self.list(runtime, now, request)
+        self.list(runtime, now, owner, true)
     }
 
     fn list(
         &mut self,
         runtime: &Runtime,
         now: Millis,
-        request: v1::ListClaimsRequest,
+        owner: &str,
+        not_made: bool,
     ) -> Result<v1::ListClaimsResponse, Status> {
         self.show(runtime, now);
         let service = self.service.as_ref().expect("it runs");
+        let request = v1::ListClaimsRequest {
+            owner: owner.to_owned(),
+            not_made,
+            ..v1::ListClaimsRequest::default()
+        };
         runtime.block_on(list_claims(&service.keys, request))
     }
 }

@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Tests guests on which claims have no effect any more.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use super::*;
+
+#[test]
+fn a_guest_on_which_claims_have_no_effect_is_asked_until_they_have() {
+    let mut rollout = started(&[2], Policy::default());
+    claim_all(&mut rollout, 0);
+    rollout.step(1000);
+    assert_eq!(rollout.header().phase, Phase::Completed);
+    let held = || FoundClaims::Ineffective("key alpha: another claim or a hold decides".to_owned());
+    for index in [0, 1] {
+        rollout.checked(index, 1, found("boot-1", held()), 2000);
+        let state = &rollout.members()[index].state;
+        assert!(!state.is_late(), "{state:?} after one answer");
+    }
+    let asked = rollout.step(4000).actions;
+    assert_eq!(asked.len(), 2, "{asked:?}");
+    for index in [0, 1] {
+        rollout.checked(index, 1, found("boot-1", held()), 4000);
+        let state = &rollout.members()[index].state;
+        assert!(state.is_late() && state.is_ineffective(), "{state:?}");
+    }
+    let drift = |rollout: &Rollout| {
+        let timeline = rollout.header().timeline.iter();
+        timeline.filter(|one| one.event == Event::Drift).count()
+    };
+    assert_eq!(drift(&rollout), 1, "not one for each guest");
+    // The guests are only asked, also in a freeze or a pause, and with a growing delay.
+    let (mut now, mut asked) = (4000, Vec::new());
+    while asked.len() < 12 {
+        let step = rollout.step(now);
+        for action in step.actions {
+            let Action::Check { member, generation } = action else {
+                panic!("{action:?}")
+            };
+            if member == 0 {
+                asked.push(now);
+                let answer = (asked.len() % 2 == 0).then(|| found("boot-1", held()));
+                rollout.checked(member, generation, answer.flatten(), now);
+            }
+        }
+        now += 100;
+    }
+    let waits: Vec<u64> = asked.windows(2).map(|two| two[1] - two[0]).collect();
+    assert!(waits.is_sorted() && waits[10] == 300_000, "{waits:?}");
+    // A new leader goes on.
+    let (header, members) = (rollout.header().clone(), rollout.members().to_vec());
+    let mut next = Rollout::stored(header, members, BTreeSet::new()).expect("as stored");
+    let check = |member| Action::Check {
+        member,
+        generation: 1,
+    };
+    next.look_again(None);
+    assert_eq!(next.step(now).actions, [check(0), check(1)]);
+    next.checked(0, 1, found("boot-1", FoundClaims::Made), now);
+    let as_wanted = State::AsWanted { pause_us: 10 };
+    assert_eq!(next.members()[0].state, as_wanted);
+    // The other guest has booted again.
+    next.checked(1, 1, found("boot-2", FoundClaims::None), now);
+    assert_eq!(claims(&next.step(now)), [1]);
+    claimed(&mut next, 1, made(1), now);
+    next.undo("alice", now);
+    assert_eq!(releases(&next.step(now)), [0, 1]);
+}
+
+/// Checks that no command but a fix sends anything to a guest that is only asked.
+#[test]
+fn a_resume_sends_nothing_to_guests_that_are_only_asked() {
+    let mut rollout = started(&[3, 1], Policy::default());
+    rollout.step(0);
+    for (index, outcome) in [(0, made(10)), (1, made(10)), (2, failed(Failure::Refused))] {
+        claimed(&mut rollout, index, outcome, 0);
+    }
+    rollout.pause("alice", 10).expect("it runs");
+    let changed = || FoundClaims::Ineffective("key alpha: the guest has changed it".to_owned());
+    for _ in 0..2 {
+        rollout.checked(0, 1, found("boot-1", changed()), 20);
+    }
+    // The service of the second guest has lost its record, and a late message has made a claim.
+    let claim = |key: &str| Claim {
+        key: key.to_owned(),
+        want: Want::On,
+    };
+    let set = KeySet::new(vec![claim("alpha"), claim("beta")], vec![]);
+    rollout.members[1].plan.set = Arc::new(set);
+    let partly = Found {
+        total: Some(1),
+        ..found("boot-1", FoundClaims::Made).expect("found")
+    };
+    rollout.checked(1, 1, Some(partly), 20);
+    assert!(rollout.members()[1].state.has_lost_record());
+    rollout.checked(1, 1, found("boot-1", FoundClaims::None), 30);
+    assert!(rollout.members()[1].state.has_lost_record());
+    rollout.resume("alice", 1000).expect("it is paused");
+    assert_eq!(claims(&rollout.step(1000)), [2]);
+    assert!(rollout.members()[0].state.is_ineffective());
+    assert!(rollout.members()[1].state.has_lost_record());
+}
+
+/// Checks that what happens to guests of a completed rollout does not take back a guest that joins.
+#[test]
+fn an_added_wave_is_not_judged_by_earlier_guests_that_another_rollout_has_changed() {
+    let kind = WaveGateKind::Errors {
+        max_percent: 10,
+        of: ErrorsOf::Rollout,
+    };
+    let mut rollout = started(&[4], gate(kind, OnFailure::Abort));
+    claim_all(&mut rollout, 0);
+    step_and_answer(&mut rollout, 1000);
+    assert_eq!(rollout.header().phase, Phase::Completed);
+    let held = || FoundClaims::Ineffective("key alpha: another claim decides".to_owned());
+    for _ in 0..2 {
+        for index in [0, 1] {
+            rollout.checked(index, 1, found("boot-1", held()), 2000);
+        }
+    }
+    let added = rollout.extend(one_wave, vec![member(9)], "alice", 3000);
+    added.expect("it is completed");
+    assert_eq!(claims(&rollout.step(3000)), [4]);
+    claimed(&mut rollout, 4, made(10), 3000);
+    rollout.step(3000);
+    let until = rollout.header().waves[1].bakes_until.expect("it bakes");
+    step_and_answer(&mut rollout, until);
+    assert_eq!(rollout.header().phase, Phase::Completed);
+    assert!(matches!(rollout.members()[4].state, State::AsWanted { .. }));
+}
+
+/// Checks that guests are asked after the bake time: the interval of the other queries is longer
+/// than most bake times.
+#[test]
+fn a_gate_waits_until_the_guests_have_been_asked_after_the_bake_time() {
+    let kind = WaveGateKind::Errors {
+        max_percent: 10,
+        of: ErrorsOf::Wave,
+    };
+    let mut rollout = started(&[3, 1], gate(kind, OnFailure::Pause));
+    claim_all(&mut rollout, 0);
+    rollout.step(0);
+    let until = rollout.header().waves[0].bakes_until.expect("it bakes");
+    let asked = rollout.step(until).actions;
+    assert!(!asked.is_empty(), "the guests are asked");
+    assert_eq!(rollout.header().phase, Phase::Running(Stage::Gating));
+    let changed = || FoundClaims::Ineffective("key alpha: the guest has changed it".to_owned());
+    rollout.checked(0, 1, found("boot-1", changed()), until);
+    for index in 1..asked.len() {
+        rollout.checked(index, 1, found("boot-1", FoundClaims::Made), until);
+    }
+    let again = rollout.step(until + 2000).actions;
+    assert_eq!(again.len(), 1, "{again:?}");
+    assert_eq!(rollout.header().phase, Phase::Running(Stage::Gating));
+    rollout.checked(0, 1, found("boot-1", changed()), until + 2000);
+    rollout.step(until + 2000);
+    assert_eq!(rollout.header().phase, Phase::Paused);
+}
+
+#[test]
+fn claims_that_a_module_took_along_are_made_again_under_the_caps() {
+    let caps = Caps {
+        count: Some(1),
+        ..Caps::default()
+    };
+    let mut rollout = started(
+        &[2],
+        Policy {
+            caps,
+            ..Policy::default()
+        },
+    );
+    claim_all(&mut rollout, 0);
+    rollout.step(1000);
+    let replaced = || {
+        let why = "the module of key m:a was loaded again".to_owned();
+        found("boot-1", FoundClaims::Replaced(why))
+    };
+    let mut now = 1_000_000;
+    rollout.checked(0, 1, replaced(), now);
+    rollout.checked(1, 1, replaced(), now);
+    assert_eq!(claims(&rollout.step(now)), [0]);
+    claimed(&mut rollout, 0, made(1), now);
+    assert_eq!(claims(&rollout.step(now)), [1]);
+    claimed(&mut rollout, 1, made(1), now);
+    // Each time that the claims are made, the module is loaded again.
+    let mut times = 0;
+    loop {
+        let generation = rollout.members()[0].generation;
+        rollout.checked(0, generation, replaced(), now);
+        if rollout.members()[0].state.is_ineffective() {
+            break;
+        }
+        while claims(&rollout.step(now)).is_empty() {
+            now += 1000;
+        }
+        times += 1;
+        claimed(&mut rollout, 0, made(1), now);
+    }
+    assert_eq!(times, 2);
+    // Some time later it is tried again.
+    now += 600_000;
+    let generation = rollout.members()[0].generation;
+    rollout.step(now);
+    rollout.checked(0, generation, replaced(), now);
+    assert_eq!(claims(&rollout.step(now + 300_000)), [0]);
+}
