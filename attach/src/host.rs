@@ -16,11 +16,10 @@ use patchbay_host_kernel::{HostKernel, Kind, Monitor, Refusal, Slot, Vm, WalkErr
 
 use crate::error::AttachError;
 use crate::flat_view::{MAX_RANGES, RamRange, Removal};
+use crate::kvm::VM;
 use crate::process::Process;
 use crate::qmp::QmpError;
 
-/// The name of the descriptor of a VM.
-const VM: &str = "anon_inode:kvm-vm";
 /// The maximum number of descriptors of VMs that are read.
 const MAX_DESCRIPTORS: usize = 1024;
 /// Mappings of devices' registers. They are not RAM, and reading them may have effects.
@@ -103,7 +102,7 @@ impl Host {
     /// read, which is logged.
     ///
     /// # Errors
-    /// As for [`Self::open`].
+    /// The process has no VM or several, or the guest cannot be patched from outside.
     pub fn beside_monitor(process: &Arc<Process>) -> Result<Option<Self>, AttachError> {
         let logging = Logging::Reported;
         let descriptors = vms_of(process, logging)?;
@@ -320,9 +319,14 @@ impl Host {
         let used = slots.into_iter().filter(is_used);
         let ranges: Vec<RamRange> = used
             .filter_map(|slot| {
-                let range = range(slot);
-                let removal = removal(&range.addresses)?;
-                Some(RamRange { removal, ..range })
+                let addresses = addresses(slot);
+                let removal = removal(&addresses)?;
+                Some(RamRange {
+                    addresses,
+                    backend: format!("at {:#x}", slot.process_address),
+                    offset: 0,
+                    removal,
+                })
             })
             .collect();
         if ranges.len() > MAX_RANGES {
@@ -391,16 +395,9 @@ fn vms_of(process: &Process, logging: Logging) -> Result<Vec<u32>, AttachError> 
     Ok(descriptors)
 }
 
-/// Returns the range of RAM in a slot.
-fn range(slot: &Slot) -> RamRange {
-    RamRange {
-        addresses: slot.guest_address..slot.guest_address.saturating_add(slot.bytes),
-        backend: format!("at {:#x}", slot.process_address),
-        offset: 0,
-        // Each stop confirms that KVM still has the slot. Each change confirms that no slot has
-        // changed during the change.
-        removal: Removal::ByVcpu,
-    }
+/// Returns the guest-physical addresses of a slot.
+fn addresses(slot: &Slot) -> Range<u64> {
+    slot.guest_address..slot.guest_address.saturating_add(slot.bytes)
 }
 
 /// Returns the process's address of the first byte of a range, if one slot contains the whole
@@ -433,9 +430,9 @@ fn logs_any(vm: &Vm, used: &[Range<u64>], logging: Logging) -> bool {
 
 /// Returns whether a slot overlaps one of these ranges.
 fn overlaps(slot: &Slot, used: &[Range<u64>]) -> bool {
-    let end = slot.guest_address.saturating_add(slot.bytes);
+    let slot = addresses(slot);
     let mut used = used.iter();
-    used.any(|used| used.start < end && slot.guest_address < used.end)
+    used.any(|used| used.start < slot.end && slot.start < used.end)
 }
 
 /// Returns the size of the host's memory and swap in bytes.

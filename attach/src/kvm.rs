@@ -29,7 +29,7 @@ pub const FOLDER: &str = "/sys/kernel/debug/kvm";
 const INITIAL_NAMESPACE: u64 = 0xefff_fffc;
 
 /// The names of the descriptors of VMs and vCPUs (`kvm_dev_ioctl_create_vm()`, `create_vcpu_fd()`).
-const VM: &str = "anon_inode:kvm-vm";
+pub(crate) const VM: &str = "anon_inode:kvm-vm";
 const VCPU: &str = "anon_inode:kvm-vcpu:";
 
 /// Returns the PID namespace of this process; `None` if it cannot be read.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Knows where QEMU's machine has its own RAM and its memory devices, and so in which way memory
-//! can be removed. Only QEMU knows this: for KVM, all of it is memory slots.
+//! Finds the machine's own RAM and the memory devices of QEMU, which decide how memory can be
+//! removed. Only QEMU knows this, because KVM shows both as memory slots.
 //!
 //! | memory | from |
 //! |---|---|

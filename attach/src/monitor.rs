@@ -466,6 +466,8 @@ impl Monitor {
     /// [`AttachError`].
     pub fn ram(&self) -> Result<Vec<RamRange>, AttachError> {
         if let (Connection::None, Some(host)) = (&self.connection, &self.host) {
+            // Each stop confirms that KVM still has the slot. Each change confirms that no slot has
+            // changed during the change.
             return host.ram(|_| Some(Removal::ByVcpu));
         }
         // A device that is plugged in after this answer is missing or is left out, which is safe.

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Reads the registers of all vCPUs from their run pages ([`crate::run_page`]).
 //!
-//! | the guest | the registers are stored |
-//! |---|---|
-//! | runs | when the vCPUs' threads are frozen a second time, after the request of the first time |
-//! | is about to be stopped by QEMU | when the vCPUs stop, after a request while they were frozen |
+//! | the guest | registers are requested | registers are stored |
+//! |---|---|---|
+//! | runs | in a first freeze of the vCPUs | when a later freeze makes the vCPUs return |
+//! | is about to be stopped by QEMU | in a freeze before the stop | when the vCPUs stop |
 //!
 //! A vCPU that does not return from `KVM_RUN` after the request stores nothing. This is the case
 //! while its monitor has paused the guest.

@@ -52,7 +52,7 @@ fn a_range_is_confirmed_only_as_a_whole() {
 fn logging_of_a_part_that_is_used_is_a_migration() {
     let ram = slot(0, 1 << 30, 1 << 40);
     let display = slot(0xe000_0000, 1 << 24, 1 << 41);
-    let used = [range(&ram).addresses];
+    let used = [addresses(&ram)];
     let logged = |one: Slot| Slot {
         logs_dirty_pages: true,
         ..one
