@@ -86,7 +86,7 @@ pub async fn list(
     let keys = keys.clone();
     // This reads the count of every claimed key.
     let page = blocking("the claims cannot be listed", move || {
-        Ok(keys.claims(&query))
+        Ok::<_, KeysError>(keys.claims(&query))
     })
     .await?;
     Ok(v1::ListClaimsResponse {

@@ -191,10 +191,10 @@ impl CallTimes {
 ///
 /// # Errors
 /// Those of `read`; INTERNAL if it panics.
-pub async fn blocking<T: Send + 'static>(
+pub async fn blocking<T: Send + 'static, E: From<KeysError> + Send + 'static>(
     failed: &str,
-    read: impl FnOnce() -> Result<T, KeysError> + Send + 'static,
-) -> Result<T, KeysError> {
+    read: impl FnOnce() -> Result<T, E> + Send + 'static,
+) -> Result<T, E> {
     let read = tokio::task::spawn_blocking(read).await;
     read.map_err(|error| KeysError::Internal {
         message: format!("{failed}: {error}; report it, it is a bug"),

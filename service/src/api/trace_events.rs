@@ -205,10 +205,7 @@ fn choose(
     request: &v1::StreamTracepointEventsRequest,
     had_agent: bool,
 ) -> Result<v1::TraceSource, TraceError> {
-    let source = v1::TraceSource::try_from(request.source).map_err(|_| {
-        let message = format!("unknown source {}; give memory or agent", request.source);
-        invalid("source", message)
-    })?;
+    let source = trace_source(request.source)?;
     let only_in_memory = is_only_in_memory(request);
     match source {
         v1::TraceSource::Agent if only_in_memory => {
@@ -236,6 +233,17 @@ fn choose(
             Err(invalid(field, message))
         }
     }
+}
+
+/// Returns the reader that a request names.
+///
+/// # Errors
+/// The number stands for no reader.
+pub fn trace_source(source: i32) -> Result<v1::TraceSource, TraceError> {
+    v1::TraceSource::try_from(source).map_err(|_| {
+        let message = format!("unknown source {source}; give memory or agent");
+        invalid("source", message)
+    })
 }
 
 /// Checks the name of an instance in the guest.

@@ -10,8 +10,8 @@ use patchbay_proto::agent::v1::to_agent::Message as Question;
 use patchbay_proto::v1;
 
 use super::guests::ServedGuest;
-use super::trace_events::{check_instance, invalid};
-use crate::keys::KeysError;
+use super::requests::blocking;
+use super::trace_events::{check_instance, invalid, trace_source};
 use crate::trace::TraceError;
 use crate::trace::memory;
 
@@ -28,12 +28,7 @@ pub async fn stats(
     let v1::GetTracepointStatsRequest {
         instance, source, ..
     } = request;
-    let source = v1::TraceSource::try_from(source).map_err(|_| {
-        invalid(
-            "source",
-            format!("unknown source {source}; give memory or agent"),
-        )
-    })?;
+    let source = trace_source(source)?;
     check_instance(&instance)?;
     let is_instance = !instance.is_empty();
     let is_memory = match source {
@@ -56,7 +51,9 @@ pub async fn stats(
         ..Default::default()
     };
     if is_memory {
-        match in_memory(guest, instance).await {
+        let keys = Arc::clone(&guest.keys);
+        let read = move || memory::counters(&keys, &instance);
+        match blocking("the figures cannot be read", read).await {
             Ok(counters) => {
                 let sum = |of: fn(&memory::Counters) -> u64| {
                     let all = counters.iter().map(of);
@@ -89,16 +86,4 @@ pub async fn stats(
     }
     stats.set_source(v1::TraceSource::Agent);
     Ok(stats)
-}
-
-async fn in_memory(
-    guest: &Arc<ServedGuest>,
-    instance: String,
-) -> Result<Vec<memory::Counters>, TraceError> {
-    let keys = Arc::clone(&guest.keys);
-    let counters = tokio::task::spawn_blocking(move || memory::counters(&keys, &instance)).await;
-    counters.map_err(|error| {
-        let message = format!("the figures cannot be read: {error}; report it, it is a bug");
-        TraceError::from(KeysError::Internal { message })
-    })?
 }

@@ -68,7 +68,8 @@ impl Place {
     /// Finds the log as [`Place::find`] does, and reads it, on a thread that may block.
     ///
     /// # Errors
-    /// Those of [`Place::search`].
+    /// [`KeysError::NotRegistered`] with the reason, and [`KeysError::Internal`] if the search or
+    /// `read` panics.
     pub async fn search_for<T: Send + 'static>(
         keys: &Arc<Keys>,
         read: impl FnOnce(Self) -> T + Send + 'static,

@@ -102,6 +102,14 @@ struct Page {
     consumed_entries: u64,
 }
 
+impl Page {
+    /// Takes away the events, also those that readers have consumed.
+    fn clear(&mut self) {
+        (self.written, self.entries) = (0, 0);
+        (self.consumed, self.consumed_entries) = (0, 0);
+    }
+}
+
 /// The writer of all rings, and the guest's own reader.
 pub struct Writer {
     version: Version,
@@ -420,12 +428,7 @@ impl Writer {
         let page = &mut self.rings[cpu].pages[next];
         let old = page.generation * GENERATION + page.written as u64;
         page.generation += 1;
-        (
-            page.written,
-            page.entries,
-            page.consumed,
-            page.consumed_entries,
-        ) = (0, 0, 0, 0);
+        page.clear();
         let (generation, data) = (page.generation, page.data);
         self.put(address + 16, old + GENERATION);
         self.put(address + 16, generation * GENERATION);
@@ -507,12 +510,7 @@ impl Writer {
         (ring.read, ring.commits, ring.time) = (0, 0, 0);
         for number in 0..self.rings[cpu].pages.len() {
             let page = &mut self.rings[cpu].pages[number];
-            (
-                page.written,
-                page.entries,
-                page.consumed,
-                page.consumed_entries,
-            ) = (0, 0, 0, 0);
+            page.clear();
             page.generation = 0;
             let data = page.data;
             let address = self.page(cpu, number);

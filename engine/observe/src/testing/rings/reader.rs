@@ -36,12 +36,7 @@ impl Writer {
         let head = ring.pages[before].next;
         let after = ring.pages[head].next;
         let page = &mut ring.pages[old];
-        (
-            page.written,
-            page.entries,
-            page.consumed,
-            page.consumed_entries,
-        ) = (0, 0, 0, 0);
+        page.clear();
         page.generation = 0;
         (page.next, page.previous) = (after, before);
         let data = page.data;
@@ -78,12 +73,7 @@ impl Writer {
         let page = &mut ring.pages[ring.reader];
         let spare = DATA + ((cpu as u64 + 1) * MAX_PAGES - 1) * 4096;
         page.data = spare;
-        (
-            page.written,
-            page.entries,
-            page.consumed,
-            page.consumed_entries,
-        ) = (0, 0, 0, 0);
+        page.clear();
         let reader = self.page(cpu, self.rings[cpu].reader);
         self.put(spare, 0);
         self.put(spare + 8, 0);
