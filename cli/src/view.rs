@@ -8,7 +8,7 @@ mod guest;
 use patchbay_proto::v1;
 use serde::Serialize;
 
-pub use self::guest::{GuestDetails, Power, Status, Task, state};
+pub use self::guest::{Details, GuestDetails, Power, Status, Task, state};
 
 #[derive(Debug, Serialize)]
 pub struct ListedKey {

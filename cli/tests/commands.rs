@@ -14,6 +14,7 @@ mod commands {
     mod ci_pairs;
     mod claims;
     mod completion;
+    mod daemon;
     mod debug;
     mod fake;
     mod fleet;

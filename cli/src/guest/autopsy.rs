@@ -20,8 +20,7 @@ use crate::keys::claims::Claim;
 use crate::print::{Printable, json_line, print};
 use crate::text::harmless;
 use crate::trace::view::{Event, Line, Losses, Tracepoint, lines, rfc3339};
-
-use crate::view::{GuestDetails, Hold, ListedKey, Task};
+use crate::view::{Details, GuestDetails, Hold, ListedKey, Task};
 
 /// The maximum number of bytes of the log's records as JSON that are kept. A panic is at the end,
 /// so the oldest records are left out.
@@ -101,10 +100,14 @@ impl Autopsy {
         })
     }
 
+    /// Returns the details of the guest, if they could be read.
+    fn details(&self) -> Option<&Details> {
+        self.guest.as_ref()?.details.as_ref()
+    }
+
     /// Returns a line for each CPU.
     fn tasks(&self) -> String {
-        let details = self.guest.as_ref().and_then(|guest| guest.details.as_ref());
-        let tasks = details.map_or(&[][..], |details| &details.tasks);
+        let tasks = self.details().map_or(&[][..], |details| &details.tasks);
         let line = |task: &Task| {
             let Task {
                 cpu,
@@ -166,8 +169,8 @@ impl Autopsy {
     /// Reads the rings of the top level, of the instances that are given, and of those that the
     /// guest has.
     async fn read_rings(&mut self, client: &Client, arguments: &AutopsyArgs) {
-        let details = self.guest.as_ref().and_then(|guest| guest.details.as_ref());
-        let own = details.map_or(&[][..], |details| &details.trace_instances);
+        let own = self.details();
+        let own = own.map_or(&[][..], |details| &details.trace_instances);
         let mut names: Vec<String> = vec![String::new()];
         for name in arguments.instances.iter().chain(own) {
             if !names.contains(name) {

@@ -145,7 +145,7 @@ impl Printable for Stat {
             self.page_bytes_per_second,
             print::counted(self.streams.into(), "stream"),
             self.buffered_events,
-            // Those in the ring buffer of the agent are not sent yet.
+            // The events in the ring buffer of the agent's instance have yet to be sent.
             if self.ring.is_some() { "are" } else { "wait" },
             self.buffer_bytes >> 10,
             self.overwritten_events,

@@ -5,16 +5,15 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use patchbay_access::listen::DEFAULT_STREAM_AGE;
 use patchbay_guest::testing::TestKey;
 use patchbay_node::autopsy::Autopsies;
-use patchbay_node::monitors::RunDirs;
-use patchbay_node::serve::{Config, serve};
+use patchbay_node::serve::Config;
 use patchbay_service::testing::GuestLog;
 use tokio::net::UnixStream;
 use tokio::runtime::Runtime;
 
-use super::lab::{Commands, Lab, runtime};
+use super::daemon;
+use super::lab::{Commands, Lab};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -39,29 +38,14 @@ impl Panicking {
             std::fs::write(&file, text).expect("written");
             file
         });
-        let config = Config {
-            run_dirs: RunDirs(vec![lab.folder().join("patchbay")]),
-            socket: lab.folder().join("node.sock"),
-            socket_mode: 0o600,
-            listen: None,
+        let runtime = daemon::start(Config {
             policy,
-            max_stream_age: DEFAULT_STREAM_AGE,
-            audit_log: lab.folder().join("host-audit.log"),
             metrics: Some(metrics(&lab)),
-            guests: patchbay_node::guests::Guests::default(),
-            attach: patchbay_node::attach::Attach::default(),
             autopsies: Some(Autopsies {
                 folder: folder.clone(),
                 program: env!("CARGO_BIN_EXE_patchbay").into(),
             }),
-            registry: None,
-        };
-        let runtime = runtime();
-        runtime.spawn(async move {
-            let (_reloads, reload) = tokio::sync::mpsc::channel(1);
-            serve(config, reload, std::future::pending())
-                .await
-                .expect("it serves");
+            ..daemon::config(&lab)
         });
         Self {
             lab,

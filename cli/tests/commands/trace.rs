@@ -9,7 +9,7 @@ use patchbay_guest::testing::TestKey;
 use patchbay_service::testing::{GuestRings, numbered};
 use serde_json::Value;
 
-use super::lab::{Commands, Host, Lab};
+use super::lab::{Commands, Following, Host, Lab};
 
 #[test]
 fn events_are_listed_and_switched() {
@@ -242,6 +242,19 @@ fn an_instance_is_read_by_name_and_a_missing_one_lists_others() {
     assert!(said.contains(listed), "{said}");
 }
 
+/// Writes events until a command prints a line.
+pub fn next_line(mut following: Following, rings: &GuestRings) -> (String, Following) {
+    let reader = std::thread::spawn(move || (following.line(), following));
+    for number in 0.. {
+        if reader.is_finished() {
+            break;
+        }
+        rings.write(|writer| writer.event(0, 1000 * number, &numbered(number)));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    reader.join().expect("a line")
+}
+
 #[test]
 fn named_events_are_read_in_memory_without_an_agent() {
     let lab = Lab::with(&[TestKey::new("alpha", 1)]);
@@ -253,19 +266,8 @@ fn named_events_are_read_in_memory_without_an_agent() {
     );
     let rings = GuestRings::new(&lab.guest);
     rings.found_by(&lab.registry);
-    let mut following = lab.follow(&tail);
-    let reader = std::thread::spawn(move || {
-        let line = following.line();
-        (line, following)
-    });
-    for number in 0.. {
-        if reader.is_finished() {
-            break;
-        }
-        rings.write(|writer| writer.event(0, 1000 * number, &numbered(number)));
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    let (line, following) = reader.join().expect("a line");
+    let following = lab.follow(&tail);
+    let (line, following) = next_line(following, &rings);
     assert!(line.contains("test:numbered"), "{line:?}");
     let (_, said, code) = following.output();
     assert_eq!(code, Some(0), "{said}");
@@ -340,7 +342,7 @@ fn the_ring_buffer_is_counted_in_memory_without_an_agent() {
     assert!(said.contains("instance"), "{said}");
 }
 
-/// Which instances of the guest have enabled an event is told with the armed ones.
+/// Checks that only `--armed` lists the instances that have enabled an event.
 #[test]
 fn armed_events_name_the_instances_that_have_enabled_them() {
     let keys = [

@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests that one trace id passes from the command through `patchbayd` to the guest's service.
 
-use patchbay_access::listen::DEFAULT_STREAM_AGE;
-use patchbay_node::monitors::RunDirs;
-use patchbay_node::serve::{Config, serve};
-
-use super::lab::{Commands, Lab, runtime};
+use super::daemon;
+use super::lab::{Commands, Lab};
 
 const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
 
@@ -17,23 +14,8 @@ fn traces(log: &[serde_json::Value]) -> Vec<&str> {
 
 #[test]
 fn a_change_is_of_one_trace_in_both_audit_logs() {
-    let (lab, runtime) = (Lab::new(), runtime());
-    let config = Config {
-        run_dirs: RunDirs(vec![lab.folder().join("patchbay")]),
-        socket: lab.folder().join("node.sock"),
-        socket_mode: 0o600,
-        listen: None,
-        policy: None,
-        max_stream_age: DEFAULT_STREAM_AGE,
-        audit_log: lab.folder().join("host-audit.log"),
-        metrics: None,
-        guests: patchbay_node::guests::Guests::default(),
-        attach: patchbay_node::attach::Attach::default(),
-        autopsies: None,
-        registry: None,
-    };
-    let (_reloads, reload) = tokio::sync::mpsc::channel(1);
-    runtime.spawn(serve(config, reload, std::future::pending()));
+    let lab = Lab::new();
+    let _daemon = daemon::start(daemon::config(&lab));
     let socket = lab.folder().join("node.sock");
     let run = |words: &[&str]| {
         let mut command = lab.command(words);

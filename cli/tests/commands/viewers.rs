@@ -1,43 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests what a viewer of a host's guests may read without an agent in the guest.
 
-use std::time::Duration;
-
-use patchbay_access::listen::DEFAULT_STREAM_AGE;
 use patchbay_guest::testing::TestKey;
-use patchbay_node::monitors::RunDirs;
-use patchbay_node::serve::{Config, serve};
-use patchbay_service::testing::{GuestRings, numbered};
+use patchbay_node::serve::Config;
+use patchbay_service::testing::GuestRings;
 use tokio::runtime::Runtime;
 
-use super::lab::{Commands, Lab, runtime};
+use super::daemon;
+use super::lab::{Commands, Lab};
+use super::trace::next_line;
 
 /// A daemon of a host, for whose guests everybody has a role.
-fn daemon(lab: &Lab, role: &str) -> Runtime {
+fn served(lab: &Lab, role: &str) -> Runtime {
     let policy = lab.folder().join("policy.yaml");
     let rules = format!("rules: [{{name: all, principals: ['**'], role: {role}}}]");
     std::fs::write(&policy, rules).expect("written");
     let socket = lab.folder().join("node.sock");
-    let config = Config {
-        run_dirs: RunDirs(vec![lab.folder().join("patchbay")]),
-        socket: socket.clone(),
-        socket_mode: 0o600,
-        listen: None,
+    let runtime = daemon::start(Config {
         policy: Some(policy),
-        max_stream_age: DEFAULT_STREAM_AGE,
-        audit_log: lab.folder().join("host-audit.log"),
-        metrics: None,
-        guests: patchbay_node::guests::Guests::default(),
-        attach: patchbay_node::attach::Attach::default(),
-        autopsies: None,
-        registry: None,
-    };
-    let runtime = runtime();
-    runtime.spawn(async move {
-        let (_reloads, reload) = tokio::sync::mpsc::channel(1);
-        serve(config, reload, std::future::pending())
-            .await
-            .expect("it serves");
+        ..daemon::config(lab)
     });
     // The daemon looks for guests from time to time.
     let describe = [
@@ -55,7 +36,7 @@ fn daemon(lab: &Lab, role: &str) -> Runtime {
 #[test]
 fn a_viewer_reads_named_events_in_memory_without_an_agent() {
     let lab = Lab::with(&[TestKey::new("alpha", 1)]);
-    let _daemon = daemon(&lab, "viewer");
+    let _daemon = served(&lab, "viewer");
     let socket = lab.folder().join("node.sock");
     let socket = socket.to_str().expect("UTF-8");
     let tail = ["--socket", socket, "trace", "tail", "test:*"];
@@ -66,16 +47,8 @@ fn a_viewer_reads_named_events_in_memory_without_an_agent() {
     );
     let rings = GuestRings::new(&lab.guest);
     rings.found_by(&lab.registry);
-    let mut following = lab.follow(&[&tail[..], &["-n", "1", "--timeout", "60s"]].concat());
-    let reader = std::thread::spawn(move || (following.line(), following));
-    for number in 0.. {
-        if reader.is_finished() {
-            break;
-        }
-        rings.write(|writer| writer.event(0, 1000 * number, &numbered(number)));
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    let (line, following) = reader.join().expect("a line");
+    let following = lab.follow(&[&tail[..], &["-n", "1", "--timeout", "60s"]].concat());
+    let (line, following) = next_line(following, &rings);
     assert!(line.contains("test:numbered"), "{line:?}");
     let (_, said, code) = following.output();
     assert_eq!(code, Some(0), "{said}");
