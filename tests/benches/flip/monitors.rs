@@ -24,9 +24,9 @@ const LINES: [&str; 3] = ["drivers/base/*", "drivers/acpi/*", "drivers/pci/*"];
 /// A way of attaching to a guest.
 #[derive(Clone, Copy)]
 enum Way {
-    /// Over QMP, with this `--pause`.
+    /// QEMU is asked over QMP, and `--pause` has this value.
     Qmp(&'static str),
-    /// By the monitor's process alone.
+    /// The host's kernel shows the guest of a process, whose monitor is not asked.
     Process,
 }
 
