@@ -33,6 +33,16 @@ pub struct Claim {
     expires_at: Option<String>,
     /// The claim is void because the key's module was unloaded.
     key_replaced: bool,
+    /// The owner whose claim decides, if this claim is not made because of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    decided_by: Option<Decider>,
+}
+
+/// The owner of a claim that decides.
+#[derive(Debug, Serialize)]
+pub struct Decider {
+    principal: String,
+    owner: String,
 }
 
 /// The answer to a request that sets claims, as it is printed.
@@ -225,6 +235,20 @@ impl From<v1::Claim> for Claim {
             since: view::time(claim.since),
             expires_at: claim.expires_at.map(|at| view::time(Some(at))),
             key_replaced: claim.key_replaced,
+            decided_by: claim.decided_by.map(|by| Decider {
+                principal: by.principal,
+                owner: by.owner,
+            }),
+        }
+    }
+}
+
+impl Claim {
+    fn shown_state(&self) -> String {
+        match (&self.decided_by, self.key_replaced) {
+            (Some(by), _) => format!("{} ({} decides)", self.state, by.owner),
+            (None, true) if self.state == "void" => "void (the module was unloaded)".to_owned(),
+            (None, _) => self.state.to_owned(),
         }
     }
 }
@@ -285,10 +309,7 @@ impl Printable for Vec<Claim> {
             rows.push([
                 claim.key.as_str(),
                 claim.want,
-                match (claim.state, claim.key_replaced) {
-                    ("void", true) => "void (the module was unloaded)",
-                    (state, _) => state,
-                },
+                &claim.shown_state(),
                 if claim.decides { "yes" } else { "" },
                 &claim.principal,
                 &claim.owner,

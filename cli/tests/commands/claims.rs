@@ -37,6 +37,10 @@ fn claims_of_two_owners_are_listed_and_undone_in_the_order_of_their_start() {
         ["\"canary\"", "\"on\"", "\"held-by-others\"", "false"]
     );
     assert_eq!(row(1), ["\"incident\"", "\"off\"", "\"made\"", "true"]);
+    assert_eq!(claims[0]["decided_by"]["owner"], "incident");
+    assert_eq!(claims[1].get("decided_by"), None);
+    let text = lab.ok(&["keys", "claims", "--not-made"]);
+    assert!(text.contains("held-by-others (incident decides)"), "{text}");
     let of = ["keys", "claims", "--owner", "canary", "-o", "name"];
     assert_eq!(lab.ok(&of), "alpha\nbeta\n");
     let not_made = ["keys", "claims", "--not-made", "-o", "name"];
@@ -65,6 +69,17 @@ fn claims_of_two_owners_are_listed_and_undone_in_the_order_of_their_start() {
             "claims of canary in generation 2",
         ]
     );
+}
+
+#[test]
+fn a_claim_that_a_hold_keeps_from_its_effect_names_no_owner() {
+    let lab = Lab::new();
+    lab.ok(&["keys", "inc", "beta"]);
+    let set = lab.all(&["keys", "claim", "set", "quiet", "beta=off"]);
+    assert_eq!(set.2, Some(3), "{set:?}");
+    let claims = lab.json(&["keys", "claims", "beta"]);
+    assert_eq!(claims[0]["state"], "held-by-others");
+    assert_eq!(claims[0].get("decided_by"), None);
 }
 
 #[test]

@@ -4349,7 +4349,10 @@ type Claim struct {
 	ExpiresAt *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=expires_at,json=expiresAt,proto3" json:"expires_at,omitempty"`
 	// The claim is void because the key's module was unloaded, so the key that was claimed no longer
 	// exists. A key of this name may exist again.
-	KeyReplaced   bool `protobuf:"varint,10,opt,name=key_replaced,json=keyReplaced,proto3" json:"key_replaced,omitempty"`
+	KeyReplaced bool `protobuf:"varint,10,opt,name=key_replaced,json=keyReplaced,proto3" json:"key_replaced,omitempty"`
+	// If the state is HELD_BY_OTHERS: the owner whose claim decides. Unset if no claim of another
+	// owner decides, so that holds, clients that fire the event, or the guest itself keep the key on.
+	DecidedBy     *ClaimOwner `protobuf:"bytes,11,opt,name=decided_by,json=decidedBy,proto3" json:"decided_by,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -4454,6 +4457,67 @@ func (x *Claim) GetKeyReplaced() bool {
 	return false
 }
 
+func (x *Claim) GetDecidedBy() *ClaimOwner {
+	if x != nil {
+		return x.DecidedBy
+	}
+	return nil
+}
+
+// An owner of claims.
+type ClaimOwner struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Principal string                 `protobuf:"bytes,1,opt,name=principal,proto3" json:"principal,omitempty"`
+	// The owner's name, as in SetClaimsRequest.
+	Owner         string `protobuf:"bytes,2,opt,name=owner,proto3" json:"owner,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ClaimOwner) Reset() {
+	*x = ClaimOwner{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[44]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ClaimOwner) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ClaimOwner) ProtoMessage() {}
+
+func (x *ClaimOwner) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[44]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ClaimOwner.ProtoReflect.Descriptor instead.
+func (*ClaimOwner) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{44}
+}
+
+func (x *ClaimOwner) GetPrincipal() string {
+	if x != nil {
+		return x.Principal
+	}
+	return ""
+}
+
+func (x *ClaimOwner) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
 type VerifyStaticKeysRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
@@ -4465,7 +4529,7 @@ type VerifyStaticKeysRequest struct {
 
 func (x *VerifyStaticKeysRequest) Reset() {
 	*x = VerifyStaticKeysRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[44]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4477,7 +4541,7 @@ func (x *VerifyStaticKeysRequest) String() string {
 func (*VerifyStaticKeysRequest) ProtoMessage() {}
 
 func (x *VerifyStaticKeysRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[44]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4490,7 +4554,7 @@ func (x *VerifyStaticKeysRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyStaticKeysRequest.ProtoReflect.Descriptor instead.
 func (*VerifyStaticKeysRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{44}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *VerifyStaticKeysRequest) GetGuest() string {
@@ -4526,7 +4590,7 @@ type VerifyStaticKeysResponse struct {
 
 func (x *VerifyStaticKeysResponse) Reset() {
 	*x = VerifyStaticKeysResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[45]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4538,7 +4602,7 @@ func (x *VerifyStaticKeysResponse) String() string {
 func (*VerifyStaticKeysResponse) ProtoMessage() {}
 
 func (x *VerifyStaticKeysResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[45]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4551,7 +4615,7 @@ func (x *VerifyStaticKeysResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyStaticKeysResponse.ProtoReflect.Descriptor instead.
 func (*VerifyStaticKeysResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{45}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *VerifyStaticKeysResponse) GetKeys() uint32 {
@@ -4613,7 +4677,7 @@ type TornKey struct {
 
 func (x *TornKey) Reset() {
 	*x = TornKey{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[46]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4625,7 +4689,7 @@ func (x *TornKey) String() string {
 func (*TornKey) ProtoMessage() {}
 
 func (x *TornKey) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[46]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4638,7 +4702,7 @@ func (x *TornKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TornKey.ProtoReflect.Descriptor instead.
 func (*TornKey) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{46}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *TornKey) GetName() string {
@@ -4688,7 +4752,7 @@ type RepairStaticKeyRequest struct {
 
 func (x *RepairStaticKeyRequest) Reset() {
 	*x = RepairStaticKeyRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[47]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4700,7 +4764,7 @@ func (x *RepairStaticKeyRequest) String() string {
 func (*RepairStaticKeyRequest) ProtoMessage() {}
 
 func (x *RepairStaticKeyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[47]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4713,7 +4777,7 @@ func (x *RepairStaticKeyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RepairStaticKeyRequest.ProtoReflect.Descriptor instead.
 func (*RepairStaticKeyRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{47}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *RepairStaticKeyRequest) GetGuest() string {
@@ -4776,7 +4840,7 @@ type RepairStaticKeyResponse struct {
 
 func (x *RepairStaticKeyResponse) Reset() {
 	*x = RepairStaticKeyResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[48]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4788,7 +4852,7 @@ func (x *RepairStaticKeyResponse) String() string {
 func (*RepairStaticKeyResponse) ProtoMessage() {}
 
 func (x *RepairStaticKeyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[48]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4801,7 +4865,7 @@ func (x *RepairStaticKeyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RepairStaticKeyResponse.ProtoReflect.Descriptor instead.
 func (*RepairStaticKeyResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{48}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *RepairStaticKeyResponse) GetName() string {
@@ -4851,7 +4915,7 @@ type RepairedSite struct {
 
 func (x *RepairedSite) Reset() {
 	*x = RepairedSite{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[49]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4863,7 +4927,7 @@ func (x *RepairedSite) String() string {
 func (*RepairedSite) ProtoMessage() {}
 
 func (x *RepairedSite) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[49]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4876,7 +4940,7 @@ func (x *RepairedSite) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RepairedSite.ProtoReflect.Descriptor instead.
 func (*RepairedSite) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{49}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *RepairedSite) GetAddress() uint64 {
@@ -5252,7 +5316,7 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\x06claims\x18\x01 \x03(\v2\x12.patchbay.v1.ClaimR\x06claims\x12&\n" +
 	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x12\n" +
 	"\x04boot\x18\x03 \x01(\tR\x04boot\x12\x14\n" +
-	"\x05total\x18\x04 \x01(\rR\x05total\"\xf2\x02\n" +
+	"\x05total\x18\x04 \x01(\rR\x05total\"\xaa\x03\n" +
 	"\x05Claim\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x1c\n" +
 	"\tprincipal\x18\x02 \x01(\tR\tprincipal\x12\x14\n" +
@@ -5267,7 +5331,13 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\n" +
 	"expires_at\x18\t \x01(\v2\x1a.google.protobuf.TimestampR\texpiresAt\x12!\n" +
 	"\fkey_replaced\x18\n" +
-	" \x01(\bR\vkeyReplaced\"K\n" +
+	" \x01(\bR\vkeyReplaced\x126\n" +
+	"\n" +
+	"decided_by\x18\v \x01(\v2\x17.patchbay.v1.ClaimOwnerR\tdecidedBy\"@\n" +
+	"\n" +
+	"ClaimOwner\x12\x1c\n" +
+	"\tprincipal\x18\x01 \x01(\tR\tprincipal\x12\x14\n" +
+	"\x05owner\x18\x02 \x01(\tR\x05owner\"K\n" +
 	"\x17VerifyStaticKeysRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x1a\n" +
 	"\bpatterns\x18\x02 \x03(\tR\bpatterns\"\xcb\x01\n" +
@@ -5385,7 +5455,7 @@ func file_patchbay_v1_static_keys_proto_rawDescGZIP() []byte {
 }
 
 var file_patchbay_v1_static_keys_proto_enumTypes = make([]protoimpl.EnumInfo, 9)
-var file_patchbay_v1_static_keys_proto_msgTypes = make([]protoimpl.MessageInfo, 50)
+var file_patchbay_v1_static_keys_proto_msgTypes = make([]protoimpl.MessageInfo, 51)
 var file_patchbay_v1_static_keys_proto_goTypes = []any{
 	(KeyClass)(0),                     // 0: patchbay.v1.KeyClass
 	(KeyOp)(0),                        // 1: patchbay.v1.KeyOp
@@ -5440,14 +5510,15 @@ var file_patchbay_v1_static_keys_proto_goTypes = []any{
 	(*ListClaimsRequest)(nil),         // 50: patchbay.v1.ListClaimsRequest
 	(*ListClaimsResponse)(nil),        // 51: patchbay.v1.ListClaimsResponse
 	(*Claim)(nil),                     // 52: patchbay.v1.Claim
-	(*VerifyStaticKeysRequest)(nil),   // 53: patchbay.v1.VerifyStaticKeysRequest
-	(*VerifyStaticKeysResponse)(nil),  // 54: patchbay.v1.VerifyStaticKeysResponse
-	(*TornKey)(nil),                   // 55: patchbay.v1.TornKey
-	(*RepairStaticKeyRequest)(nil),    // 56: patchbay.v1.RepairStaticKeyRequest
-	(*RepairStaticKeyResponse)(nil),   // 57: patchbay.v1.RepairStaticKeyResponse
-	(*RepairedSite)(nil),              // 58: patchbay.v1.RepairedSite
-	(*durationpb.Duration)(nil),       // 59: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),     // 60: google.protobuf.Timestamp
+	(*ClaimOwner)(nil),                // 53: patchbay.v1.ClaimOwner
+	(*VerifyStaticKeysRequest)(nil),   // 54: patchbay.v1.VerifyStaticKeysRequest
+	(*VerifyStaticKeysResponse)(nil),  // 55: patchbay.v1.VerifyStaticKeysResponse
+	(*TornKey)(nil),                   // 56: patchbay.v1.TornKey
+	(*RepairStaticKeyRequest)(nil),    // 57: patchbay.v1.RepairStaticKeyRequest
+	(*RepairStaticKeyResponse)(nil),   // 58: patchbay.v1.RepairStaticKeyResponse
+	(*RepairedSite)(nil),              // 59: patchbay.v1.RepairedSite
+	(*durationpb.Duration)(nil),       // 60: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),     // 61: google.protobuf.Timestamp
 }
 var file_patchbay_v1_static_keys_proto_depIdxs = []int32{
 	0,  // 0: patchbay.v1.StaticKey.key_class:type_name -> patchbay.v1.KeyClass
@@ -5464,56 +5535,56 @@ var file_patchbay_v1_static_keys_proto_depIdxs = []int32{
 	1,  // 11: patchbay.v1.KeyUpdate.op:type_name -> patchbay.v1.KeyOp
 	0,  // 12: patchbay.v1.KeyUpdate.classes:type_name -> patchbay.v1.KeyClass
 	20, // 13: patchbay.v1.UpdateStaticKeysRequest.updates:type_name -> patchbay.v1.KeyUpdate
-	59, // 14: patchbay.v1.UpdateStaticKeysRequest.ttl:type_name -> google.protobuf.Duration
-	59, // 15: patchbay.v1.UpdateStaticKeysRequest.stop_timeout:type_name -> google.protobuf.Duration
-	59, // 16: patchbay.v1.UpdateStaticKeysRequest.retry_timeout:type_name -> google.protobuf.Duration
+	60, // 14: patchbay.v1.UpdateStaticKeysRequest.ttl:type_name -> google.protobuf.Duration
+	60, // 15: patchbay.v1.UpdateStaticKeysRequest.stop_timeout:type_name -> google.protobuf.Duration
+	60, // 16: patchbay.v1.UpdateStaticKeysRequest.retry_timeout:type_name -> google.protobuf.Duration
 	4,  // 17: patchbay.v1.UpdateStaticKeysRequest.result_view:type_name -> patchbay.v1.ResultView
 	32, // 18: patchbay.v1.UpdateStaticKeysResponse.results:type_name -> patchbay.v1.KeyResult
 	31, // 19: patchbay.v1.UpdateStaticKeysResponse.summary:type_name -> patchbay.v1.UpdateSummary
 	33, // 20: patchbay.v1.UpdateStaticKeysResponse.report:type_name -> patchbay.v1.FlipReport
 	32, // 21: patchbay.v1.ListUpdateResultsResponse.results:type_name -> patchbay.v1.KeyResult
 	20, // 22: patchbay.v1.PrepareUpdateRequest.updates:type_name -> patchbay.v1.KeyUpdate
-	59, // 23: patchbay.v1.PrepareUpdateRequest.hold_ttl:type_name -> google.protobuf.Duration
-	59, // 24: patchbay.v1.PrepareUpdateRequest.plan_ttl:type_name -> google.protobuf.Duration
+	60, // 23: patchbay.v1.PrepareUpdateRequest.hold_ttl:type_name -> google.protobuf.Duration
+	60, // 24: patchbay.v1.PrepareUpdateRequest.plan_ttl:type_name -> google.protobuf.Duration
 	4,  // 25: patchbay.v1.PrepareUpdateRequest.result_view:type_name -> patchbay.v1.ResultView
 	32, // 26: patchbay.v1.PrepareUpdateResponse.results:type_name -> patchbay.v1.KeyResult
 	31, // 27: patchbay.v1.PrepareUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
-	59, // 28: patchbay.v1.PrepareUpdateResponse.predicted_pause:type_name -> google.protobuf.Duration
-	60, // 29: patchbay.v1.PrepareUpdateResponse.expires_at:type_name -> google.protobuf.Timestamp
-	59, // 30: patchbay.v1.CommitUpdateRequest.stop_timeout:type_name -> google.protobuf.Duration
-	59, // 31: patchbay.v1.CommitUpdateRequest.retry_timeout:type_name -> google.protobuf.Duration
+	60, // 28: patchbay.v1.PrepareUpdateResponse.predicted_pause:type_name -> google.protobuf.Duration
+	61, // 29: patchbay.v1.PrepareUpdateResponse.expires_at:type_name -> google.protobuf.Timestamp
+	60, // 30: patchbay.v1.CommitUpdateRequest.stop_timeout:type_name -> google.protobuf.Duration
+	60, // 31: patchbay.v1.CommitUpdateRequest.retry_timeout:type_name -> google.protobuf.Duration
 	4,  // 32: patchbay.v1.CommitUpdateRequest.result_view:type_name -> patchbay.v1.ResultView
 	32, // 33: patchbay.v1.CommitUpdateResponse.results:type_name -> patchbay.v1.KeyResult
 	31, // 34: patchbay.v1.CommitUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
 	33, // 35: patchbay.v1.CommitUpdateResponse.report:type_name -> patchbay.v1.FlipReport
 	10, // 36: patchbay.v1.KeyResult.advice:type_name -> patchbay.v1.Advice
-	59, // 37: patchbay.v1.FlipReport.stop_time:type_name -> google.protobuf.Duration
-	59, // 38: patchbay.v1.FlipReport.patch_time:type_name -> google.protobuf.Duration
-	59, // 39: patchbay.v1.FlipReport.resume_time:type_name -> google.protobuf.Duration
-	60, // 40: patchbay.v1.WatchStaticKeysResponse.time:type_name -> google.protobuf.Timestamp
+	60, // 37: patchbay.v1.FlipReport.stop_time:type_name -> google.protobuf.Duration
+	60, // 38: patchbay.v1.FlipReport.patch_time:type_name -> google.protobuf.Duration
+	60, // 39: patchbay.v1.FlipReport.resume_time:type_name -> google.protobuf.Duration
+	61, // 40: patchbay.v1.WatchStaticKeysResponse.time:type_name -> google.protobuf.Timestamp
 	36, // 41: patchbay.v1.WatchStaticKeysResponse.events:type_name -> patchbay.v1.KeyEvent
 	8,  // 42: patchbay.v1.KeyEvent.kind:type_name -> patchbay.v1.KeyEvent.Kind
 	11, // 43: patchbay.v1.KeyEvent.quarantine:type_name -> patchbay.v1.Quarantine
 	39, // 44: patchbay.v1.ListHoldsResponse.holds:type_name -> patchbay.v1.Hold
-	60, // 45: patchbay.v1.Hold.since:type_name -> google.protobuf.Timestamp
-	60, // 46: patchbay.v1.Hold.expires_at:type_name -> google.protobuf.Timestamp
-	59, // 47: patchbay.v1.ReleaseHoldsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	59, // 48: patchbay.v1.ReleaseHoldsRequest.retry_timeout:type_name -> google.protobuf.Duration
+	61, // 45: patchbay.v1.Hold.since:type_name -> google.protobuf.Timestamp
+	61, // 46: patchbay.v1.Hold.expires_at:type_name -> google.protobuf.Timestamp
+	60, // 47: patchbay.v1.ReleaseHoldsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	60, // 48: patchbay.v1.ReleaseHoldsRequest.retry_timeout:type_name -> google.protobuf.Duration
 	4,  // 49: patchbay.v1.ReleaseHoldsRequest.result_view:type_name -> patchbay.v1.ResultView
 	32, // 50: patchbay.v1.ReleaseHoldsResponse.results:type_name -> patchbay.v1.KeyResult
 	31, // 51: patchbay.v1.ReleaseHoldsResponse.summary:type_name -> patchbay.v1.UpdateSummary
 	33, // 52: patchbay.v1.ReleaseHoldsResponse.report:type_name -> patchbay.v1.FlipReport
-	59, // 53: patchbay.v1.RenewHoldsRequest.ttl:type_name -> google.protobuf.Duration
+	60, // 53: patchbay.v1.RenewHoldsRequest.ttl:type_name -> google.protobuf.Duration
 	39, // 54: patchbay.v1.RenewHoldsResponse.holds:type_name -> patchbay.v1.Hold
 	5,  // 55: patchbay.v1.KeyClaim.want:type_name -> patchbay.v1.ClaimWant
 	44, // 56: patchbay.v1.SetClaimsRequest.claims:type_name -> patchbay.v1.KeyClaim
-	59, // 57: patchbay.v1.SetClaimsRequest.ttl:type_name -> google.protobuf.Duration
-	59, // 58: patchbay.v1.SetClaimsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	59, // 59: patchbay.v1.SetClaimsRequest.retry_timeout:type_name -> google.protobuf.Duration
-	60, // 60: patchbay.v1.SetClaimsRequest.made_at:type_name -> google.protobuf.Timestamp
+	60, // 57: patchbay.v1.SetClaimsRequest.ttl:type_name -> google.protobuf.Duration
+	60, // 58: patchbay.v1.SetClaimsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	60, // 59: patchbay.v1.SetClaimsRequest.retry_timeout:type_name -> google.protobuf.Duration
+	61, // 60: patchbay.v1.SetClaimsRequest.made_at:type_name -> google.protobuf.Timestamp
 	49, // 61: patchbay.v1.SetClaimsResponse.results:type_name -> patchbay.v1.ClaimResult
 	33, // 62: patchbay.v1.SetClaimsResponse.report:type_name -> patchbay.v1.FlipReport
-	59, // 63: patchbay.v1.SetClaimsResponse.predicted_pause:type_name -> google.protobuf.Duration
+	60, // 63: patchbay.v1.SetClaimsResponse.predicted_pause:type_name -> google.protobuf.Duration
 	48, // 64: patchbay.v1.SetClaimsResponse.left_out:type_name -> patchbay.v1.LeftOut
 	47, // 65: patchbay.v1.SetClaimsResponse.guarded:type_name -> patchbay.v1.GuardedKey
 	10, // 66: patchbay.v1.GuardedKey.advice:type_name -> patchbay.v1.Advice
@@ -5522,50 +5593,51 @@ var file_patchbay_v1_static_keys_proto_depIdxs = []int32{
 	52, // 69: patchbay.v1.ListClaimsResponse.claims:type_name -> patchbay.v1.Claim
 	5,  // 70: patchbay.v1.Claim.want:type_name -> patchbay.v1.ClaimWant
 	6,  // 71: patchbay.v1.Claim.state:type_name -> patchbay.v1.ClaimState
-	60, // 72: patchbay.v1.Claim.since:type_name -> google.protobuf.Timestamp
-	60, // 73: patchbay.v1.Claim.expires_at:type_name -> google.protobuf.Timestamp
-	55, // 74: patchbay.v1.VerifyStaticKeysResponse.torn:type_name -> patchbay.v1.TornKey
-	59, // 75: patchbay.v1.RepairStaticKeyRequest.stop_timeout:type_name -> google.protobuf.Duration
-	59, // 76: patchbay.v1.RepairStaticKeyRequest.retry_timeout:type_name -> google.protobuf.Duration
-	58, // 77: patchbay.v1.RepairStaticKeyResponse.sites:type_name -> patchbay.v1.RepairedSite
-	33, // 78: patchbay.v1.RepairStaticKeyResponse.report:type_name -> patchbay.v1.FlipReport
-	13, // 79: patchbay.v1.StaticKeysService.ListStaticKeys:input_type -> patchbay.v1.ListStaticKeysRequest
-	15, // 80: patchbay.v1.StaticKeysService.GetStaticKey:input_type -> patchbay.v1.GetStaticKeyRequest
-	18, // 81: patchbay.v1.StaticKeysService.ListDebugSites:input_type -> patchbay.v1.ListDebugSitesRequest
-	21, // 82: patchbay.v1.StaticKeysService.UpdateStaticKeys:input_type -> patchbay.v1.UpdateStaticKeysRequest
-	23, // 83: patchbay.v1.StaticKeysService.ListUpdateResults:input_type -> patchbay.v1.ListUpdateResultsRequest
-	25, // 84: patchbay.v1.StaticKeysService.PrepareUpdate:input_type -> patchbay.v1.PrepareUpdateRequest
-	27, // 85: patchbay.v1.StaticKeysService.CommitUpdate:input_type -> patchbay.v1.CommitUpdateRequest
-	29, // 86: patchbay.v1.StaticKeysService.DiscardUpdate:input_type -> patchbay.v1.DiscardUpdateRequest
-	34, // 87: patchbay.v1.StaticKeysService.WatchStaticKeys:input_type -> patchbay.v1.WatchStaticKeysRequest
-	37, // 88: patchbay.v1.StaticKeysService.ListHolds:input_type -> patchbay.v1.ListHoldsRequest
-	40, // 89: patchbay.v1.StaticKeysService.ReleaseHolds:input_type -> patchbay.v1.ReleaseHoldsRequest
-	42, // 90: patchbay.v1.StaticKeysService.RenewHolds:input_type -> patchbay.v1.RenewHoldsRequest
-	45, // 91: patchbay.v1.StaticKeysService.SetClaims:input_type -> patchbay.v1.SetClaimsRequest
-	50, // 92: patchbay.v1.StaticKeysService.ListClaims:input_type -> patchbay.v1.ListClaimsRequest
-	53, // 93: patchbay.v1.StaticKeysService.VerifyStaticKeys:input_type -> patchbay.v1.VerifyStaticKeysRequest
-	56, // 94: patchbay.v1.StaticKeysService.RepairStaticKey:input_type -> patchbay.v1.RepairStaticKeyRequest
-	14, // 95: patchbay.v1.StaticKeysService.ListStaticKeys:output_type -> patchbay.v1.ListStaticKeysResponse
-	16, // 96: patchbay.v1.StaticKeysService.GetStaticKey:output_type -> patchbay.v1.GetStaticKeyResponse
-	19, // 97: patchbay.v1.StaticKeysService.ListDebugSites:output_type -> patchbay.v1.ListDebugSitesResponse
-	22, // 98: patchbay.v1.StaticKeysService.UpdateStaticKeys:output_type -> patchbay.v1.UpdateStaticKeysResponse
-	24, // 99: patchbay.v1.StaticKeysService.ListUpdateResults:output_type -> patchbay.v1.ListUpdateResultsResponse
-	26, // 100: patchbay.v1.StaticKeysService.PrepareUpdate:output_type -> patchbay.v1.PrepareUpdateResponse
-	28, // 101: patchbay.v1.StaticKeysService.CommitUpdate:output_type -> patchbay.v1.CommitUpdateResponse
-	30, // 102: patchbay.v1.StaticKeysService.DiscardUpdate:output_type -> patchbay.v1.DiscardUpdateResponse
-	35, // 103: patchbay.v1.StaticKeysService.WatchStaticKeys:output_type -> patchbay.v1.WatchStaticKeysResponse
-	38, // 104: patchbay.v1.StaticKeysService.ListHolds:output_type -> patchbay.v1.ListHoldsResponse
-	41, // 105: patchbay.v1.StaticKeysService.ReleaseHolds:output_type -> patchbay.v1.ReleaseHoldsResponse
-	43, // 106: patchbay.v1.StaticKeysService.RenewHolds:output_type -> patchbay.v1.RenewHoldsResponse
-	46, // 107: patchbay.v1.StaticKeysService.SetClaims:output_type -> patchbay.v1.SetClaimsResponse
-	51, // 108: patchbay.v1.StaticKeysService.ListClaims:output_type -> patchbay.v1.ListClaimsResponse
-	54, // 109: patchbay.v1.StaticKeysService.VerifyStaticKeys:output_type -> patchbay.v1.VerifyStaticKeysResponse
-	57, // 110: patchbay.v1.StaticKeysService.RepairStaticKey:output_type -> patchbay.v1.RepairStaticKeyResponse
-	95, // [95:111] is the sub-list for method output_type
-	79, // [79:95] is the sub-list for method input_type
-	79, // [79:79] is the sub-list for extension type_name
-	79, // [79:79] is the sub-list for extension extendee
-	0,  // [0:79] is the sub-list for field type_name
+	61, // 72: patchbay.v1.Claim.since:type_name -> google.protobuf.Timestamp
+	61, // 73: patchbay.v1.Claim.expires_at:type_name -> google.protobuf.Timestamp
+	53, // 74: patchbay.v1.Claim.decided_by:type_name -> patchbay.v1.ClaimOwner
+	56, // 75: patchbay.v1.VerifyStaticKeysResponse.torn:type_name -> patchbay.v1.TornKey
+	60, // 76: patchbay.v1.RepairStaticKeyRequest.stop_timeout:type_name -> google.protobuf.Duration
+	60, // 77: patchbay.v1.RepairStaticKeyRequest.retry_timeout:type_name -> google.protobuf.Duration
+	59, // 78: patchbay.v1.RepairStaticKeyResponse.sites:type_name -> patchbay.v1.RepairedSite
+	33, // 79: patchbay.v1.RepairStaticKeyResponse.report:type_name -> patchbay.v1.FlipReport
+	13, // 80: patchbay.v1.StaticKeysService.ListStaticKeys:input_type -> patchbay.v1.ListStaticKeysRequest
+	15, // 81: patchbay.v1.StaticKeysService.GetStaticKey:input_type -> patchbay.v1.GetStaticKeyRequest
+	18, // 82: patchbay.v1.StaticKeysService.ListDebugSites:input_type -> patchbay.v1.ListDebugSitesRequest
+	21, // 83: patchbay.v1.StaticKeysService.UpdateStaticKeys:input_type -> patchbay.v1.UpdateStaticKeysRequest
+	23, // 84: patchbay.v1.StaticKeysService.ListUpdateResults:input_type -> patchbay.v1.ListUpdateResultsRequest
+	25, // 85: patchbay.v1.StaticKeysService.PrepareUpdate:input_type -> patchbay.v1.PrepareUpdateRequest
+	27, // 86: patchbay.v1.StaticKeysService.CommitUpdate:input_type -> patchbay.v1.CommitUpdateRequest
+	29, // 87: patchbay.v1.StaticKeysService.DiscardUpdate:input_type -> patchbay.v1.DiscardUpdateRequest
+	34, // 88: patchbay.v1.StaticKeysService.WatchStaticKeys:input_type -> patchbay.v1.WatchStaticKeysRequest
+	37, // 89: patchbay.v1.StaticKeysService.ListHolds:input_type -> patchbay.v1.ListHoldsRequest
+	40, // 90: patchbay.v1.StaticKeysService.ReleaseHolds:input_type -> patchbay.v1.ReleaseHoldsRequest
+	42, // 91: patchbay.v1.StaticKeysService.RenewHolds:input_type -> patchbay.v1.RenewHoldsRequest
+	45, // 92: patchbay.v1.StaticKeysService.SetClaims:input_type -> patchbay.v1.SetClaimsRequest
+	50, // 93: patchbay.v1.StaticKeysService.ListClaims:input_type -> patchbay.v1.ListClaimsRequest
+	54, // 94: patchbay.v1.StaticKeysService.VerifyStaticKeys:input_type -> patchbay.v1.VerifyStaticKeysRequest
+	57, // 95: patchbay.v1.StaticKeysService.RepairStaticKey:input_type -> patchbay.v1.RepairStaticKeyRequest
+	14, // 96: patchbay.v1.StaticKeysService.ListStaticKeys:output_type -> patchbay.v1.ListStaticKeysResponse
+	16, // 97: patchbay.v1.StaticKeysService.GetStaticKey:output_type -> patchbay.v1.GetStaticKeyResponse
+	19, // 98: patchbay.v1.StaticKeysService.ListDebugSites:output_type -> patchbay.v1.ListDebugSitesResponse
+	22, // 99: patchbay.v1.StaticKeysService.UpdateStaticKeys:output_type -> patchbay.v1.UpdateStaticKeysResponse
+	24, // 100: patchbay.v1.StaticKeysService.ListUpdateResults:output_type -> patchbay.v1.ListUpdateResultsResponse
+	26, // 101: patchbay.v1.StaticKeysService.PrepareUpdate:output_type -> patchbay.v1.PrepareUpdateResponse
+	28, // 102: patchbay.v1.StaticKeysService.CommitUpdate:output_type -> patchbay.v1.CommitUpdateResponse
+	30, // 103: patchbay.v1.StaticKeysService.DiscardUpdate:output_type -> patchbay.v1.DiscardUpdateResponse
+	35, // 104: patchbay.v1.StaticKeysService.WatchStaticKeys:output_type -> patchbay.v1.WatchStaticKeysResponse
+	38, // 105: patchbay.v1.StaticKeysService.ListHolds:output_type -> patchbay.v1.ListHoldsResponse
+	41, // 106: patchbay.v1.StaticKeysService.ReleaseHolds:output_type -> patchbay.v1.ReleaseHoldsResponse
+	43, // 107: patchbay.v1.StaticKeysService.RenewHolds:output_type -> patchbay.v1.RenewHoldsResponse
+	46, // 108: patchbay.v1.StaticKeysService.SetClaims:output_type -> patchbay.v1.SetClaimsResponse
+	51, // 109: patchbay.v1.StaticKeysService.ListClaims:output_type -> patchbay.v1.ListClaimsResponse
+	55, // 110: patchbay.v1.StaticKeysService.VerifyStaticKeys:output_type -> patchbay.v1.VerifyStaticKeysResponse
+	58, // 111: patchbay.v1.StaticKeysService.RepairStaticKey:output_type -> patchbay.v1.RepairStaticKeyResponse
+	96, // [96:112] is the sub-list for method output_type
+	80, // [80:96] is the sub-list for method input_type
+	80, // [80:80] is the sub-list for extension type_name
+	80, // [80:80] is the sub-list for extension extendee
+	0,  // [0:80] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_static_keys_proto_init() }
@@ -5581,7 +5653,7 @@ func file_patchbay_v1_static_keys_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_static_keys_proto_rawDesc), len(file_patchbay_v1_static_keys_proto_rawDesc)),
 			NumEnums:      9,
-			NumMessages:   50,
+			NumMessages:   51,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

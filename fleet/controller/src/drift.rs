@@ -2,6 +2,7 @@
 //! Finds guests that differ from the state that a rollout set. It compares the claims and bytes of
 //! the guests that are as wanted, and finds guests that the spec selects and that joined later.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 use futures_util::StreamExt;
@@ -294,22 +295,22 @@ async fn compare_guest(
     // them, which may be long after the plan.
     let has_expired = member.has_expired(now());
     let (claims, boot) = host.claims(&member.guest, owner).await?;
-    let claimed: BTreeMap<&str, v1::ClaimState> = claims
+    let claimed: BTreeMap<&str, &v1::Claim> = claims
         .iter()
-        .map(|claim| (claim.key.as_str(), claim.state()))
+        .map(|claim| (claim.key.as_str(), claim))
         .collect();
     let has_booted = !boot.is_empty() && boot != member.boot;
     let mut drifts = Vec::new();
     for claim in member.plan.set.claims() {
-        let state = claimed.get(claim.key.as_str()).copied();
-        if let Some(actual) = differs(state, has_booted, has_expired) {
+        let found_claim = claimed.get(claim.key.as_str()).copied();
+        if let Some(actual) = differs(found_claim, has_booted, has_expired) {
             let desired = format!("claimed {}", claim.want.name());
             drifts.push(found(
                 member,
                 Cause::Key,
                 Some(&claim.key),
                 &desired,
-                actual,
+                &actual,
             ));
         }
         let key = host.key(&member.guest, &claim.key).await?;
@@ -333,18 +334,18 @@ async fn compare_guest(
 /// Returns how the claim's state on the guest differs from a claim that is made; `None` if it does
 /// not.
 fn differs(
-    state: Option<v1::ClaimState>,
+    claim: Option<&v1::Claim>,
     has_booted: bool,
     has_expired: bool,
-) -> Option<&'static str> {
-    match state {
-        Some(v1::ClaimState::Made) => None,
-        Some(state) => Some(no_effect(state)),
+) -> Option<Cow<'static, str>> {
+    match claim {
+        Some(claim) if claim.state() == v1::ClaimState::Made => None,
+        Some(claim) => Some(no_effect(claim)),
         // Only a claim that is not listed can have ended. A guest that booted again makes its
         // claims later than the stored time assumes.
         None if has_expired => None,
-        None if has_booted => Some("not claimed: the guest has booted again"),
-        None => Some("not claimed"),
+        None if has_booted => Some("not claimed: the guest has booted again".into()),
+        None => Some("not claimed".into()),
     }
 }
 
@@ -557,11 +558,15 @@ mod tests {
     #[test]
     fn only_a_claim_that_has_ended_may_have_expired() {
         use v1::ClaimState::{HeldByOthers, Made, Missing, Refused, Void};
+        let claim = |state: v1::ClaimState| v1::Claim {
+            state: state.into(),
+            ..v1::Claim::default()
+        };
         for state in [HeldByOthers, Missing, Refused, Void] {
-            let found = differs(Some(state), true, true);
+            let found = differs(Some(&claim(state)), true, true);
             assert!(found.is_some(), "{state:?}");
         }
-        assert_eq!(differs(Some(Made), false, false), None);
+        assert_eq!(differs(Some(&claim(Made)), false, false), None);
         for has_booted in [false, true] {
             assert_eq!(differs(None, has_booted, true), None);
             assert!(differs(None, has_booted, false).is_some());

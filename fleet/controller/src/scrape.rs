@@ -101,13 +101,14 @@ fn labels(rollout: &str, state: &'static str) -> Guests {
     Guests { rollout, state }
 }
 
-const STATES: [&str; 10] = [
+const STATES: [&str; 11] = [
     "skipped",
     "pending",
     "changing",
     "as_wanted",
     "unknown",
     "not_yet",
+    "without_effect",
     "releasing",
     "released",
     "adopted",
@@ -121,6 +122,7 @@ fn state(member: &Member) -> &'static str {
         State::Claiming { again: false } => "changing",
         State::AsWanted { .. } if member.is_unknown() => "unknown",
         State::AsWanted { .. } => "as_wanted",
+        state if state.is_ineffective() => "without_effect",
         State::Claiming { again: true } | State::NotYet { .. } => "not_yet",
         State::Releasing { .. } => "releasing",
         State::Released { .. } => "released",

@@ -273,6 +273,10 @@ fn claim(view: ClaimView) -> v1::Claim {
         since: Some(view.claim.since.into()),
         expires_at: view.expires_at.map(Into::into),
         key_replaced: view.claim.replaced,
+        decided_by: view.decided_by.map(|owner| v1::ClaimOwner {
+            principal: owner.principal.clone(),
+            owner: owner.name.clone(),
+        }),
     }
 }
 

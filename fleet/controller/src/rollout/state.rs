@@ -435,6 +435,13 @@ impl Header {
         format!("rollout/{}/{}", self.name, self.run)
     }
 
+    /// Returns the name of the rollout whose claims have this owner; `None` if the owner is no
+    /// rollout.
+    pub fn rollout_of(owner: &str) -> Option<&str> {
+        let (name, _run) = owner.strip_prefix("rollout/")?.split_once('/')?;
+        Some(name)
+    }
+
     /// Returns the principal that started the rollout; empty if nobody did.
     pub fn starter(&self) -> &str {
         let mut timeline = self.timeline.iter();

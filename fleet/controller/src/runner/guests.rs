@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Sends claims to one guest, and reports the outcomes of actions to the rollout.
 
+use std::borrow::Cow;
 use std::future::Future;
 
 use patchbay_proto::v1;
@@ -9,8 +10,8 @@ use tonic::Status;
 use crate::hosts::{Acting, CallError};
 use crate::plan::{Asks, not_made};
 use crate::rollout::{
-    ClaimOutcome, Failure, Found, FoundClaims, GateAnswer, Health, Member, Millis, ReleaseOutcome,
-    Rollout,
+    ClaimOutcome, Failure, Found, FoundClaims, GateAnswer, Header, Health, Member, Millis,
+    ReleaseOutcome, Rollout, bounded,
 };
 use crate::spec::Duration;
 
@@ -245,7 +246,7 @@ impl Found {
                 FoundClaims::Replaced(format!("the module of key {} was loaded again", claim.key))
             }
             (_, Some(claim)) => {
-                let why = format!("key {}: {}", claim.key, no_effect(claim.state()));
+                let why = format!("key {}: {}", claim.key, no_effect(claim));
                 FoundClaims::Ineffective(match count - 1 {
                     0 => why,
                     more => format!("{why}; and {more} more"),
@@ -268,13 +269,25 @@ impl Found {
 }
 
 /// Returns why a claim that is not made has no effect.
-pub fn no_effect(state: v1::ClaimState) -> &'static str {
-    match state {
-        v1::ClaimState::HeldByOthers => "another claim or a hold decides",
+pub fn no_effect(claim: &v1::Claim) -> Cow<'static, str> {
+    let why = match claim.state() {
+        v1::ClaimState::HeldByOthers => match claim.decided_by.as_ref() {
+            Some(by) => return Cow::Owned(decides(by)),
+            None => "another claim or a hold decides",
+        },
         v1::ClaimState::Missing => "the kernel has no such key now",
         v1::ClaimState::Void => "the guest or an operator has changed the key since",
         v1::ClaimState::Made | v1::ClaimState::Refused | v1::ClaimState::Unspecified => "not made",
-    }
+    };
+    Cow::Borrowed(why)
+}
+
+/// Returns which owner decides. A rollout has the name that commands take.
+fn decides(by: &v1::ClaimOwner) -> String {
+    bounded(&match Header::rollout_of(&by.owner) {
+        Some(name) => format!("the claim of rollout {name} decides"),
+        None => format!("the claim of {} ({}) decides", by.owner, by.principal),
+    })
 }
 
 /// Returns the guest's boot, and what it has of the owner's claims. Returns the guest's new host
@@ -481,6 +494,21 @@ mod tests {
             let two = [(Made, false), (state, false), (state, false)];
             assert_eq!(found(3, &two), ineffective(&format!("{why}; and 1 more")));
         }
+        let by = |owner: &str| {
+            let decided_by = Some(v1::ClaimOwner {
+                principal: "uid:0".to_owned(),
+                owner: owner.to_owned(),
+            });
+            let claim = v1::Claim {
+                decided_by,
+                ..claim(&(HeldByOthers, false))
+            };
+            no_effect(&claim).into_owned()
+        };
+        let later = "the claim of rollout off decides";
+        assert_eq!(by("rollout/off/00ff"), later);
+        assert_eq!(by("ours"), "the claim of ours (uid:0) decides");
+        assert_eq!(by("a\nb"), "the claim of a b (uid:0) decides");
         let replaced = found(3, &[(HeldByOthers, false), (Void, true)]);
         let why = "the module of key m:a was loaded again".to_owned();
         assert_eq!(replaced, FoundClaims::Replaced(why));

@@ -49,6 +49,10 @@ impl World {
                 key: "other\n".to_owned(),
                 state: self.rng.i32(-1..9),
                 key_replaced: self.rng.bool(),
+                decided_by: self.rng.bool().then(|| v1::ClaimOwner {
+                    principal: boot.clone(),
+                    owner: boot.clone(),
+                }),
                 ..v1::Claim::default()
             });
             return Ok(Answer::NotMade(v1::ListClaimsResponse {

@@ -60,6 +60,8 @@ pub struct ClaimView {
     pub verdict: Verdict,
     /// Time at which the claim expires.
     pub expires_at: Option<SystemTime>,
+    /// The owner whose claim decides, if this claim is not made because of it.
+    pub decided_by: Option<Owner>,
 }
 
 impl Keys {
@@ -115,7 +117,12 @@ impl Keys {
                 if query.not_made && verdict == Verdict::Made {
                     continue;
                 }
-                bytes += name.len() + claim.owner.holder().len() + ITEM_BYTES;
+                let others = decider.as_ref().filter(|owner| **owner != claim.owner);
+                let decided_by = others.filter(|_| verdict == Verdict::HeldByOthers).cloned();
+                let owners = [Some(&claim.owner), decided_by.as_ref()];
+                let owners = owners.into_iter().flatten();
+                let owner_bytes: usize = owners.map(|owner| owner.holder().len()).sum();
+                bytes += name.len() + owner_bytes + ITEM_BYTES;
                 page.claims.push(ClaimView {
                     key: name.clone(),
                     claim: claim.clone(),
@@ -123,6 +130,7 @@ impl Keys {
                     decides: decider.as_ref() == Some(&claim.owner),
                     verdict,
                     expires_at: state.and_then(|state| state.expires).map(|(_, at)| at),
+                    decided_by,
                 });
             }
         }
