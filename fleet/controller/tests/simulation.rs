@@ -15,6 +15,7 @@ mod simulation {
     mod oracle;
     mod owners;
     mod people;
+    mod progress;
     mod reasons;
     mod records;
     mod registry;

@@ -4,19 +4,18 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ptr;
 
-use patchbay_fleet::rollout::{Action, Claim, Member, Millis, Phase, Rollout, State, Want};
+use patchbay_fleet::rollout::{Action, Member, Millis, Phase, Rollout, State, Want};
 use patchbay_fleet::runner::Command;
 use patchbay_proto::v1;
 
 use super::driver::Driver;
 use super::guest::{KEYS, Kill, Kind};
-use super::owners::EARLY;
 use super::reasons::Reasons;
 use super::waves::Course;
 use super::world::World;
 
 /// The longest delay between two calls for a guest, and the time of a call.
-const LONGEST_RETRY: Millis = 301_000;
+pub const LONGEST_RETRY: Millis = 301_000;
 
 /// The known state of a rollout.
 #[derive(Default)]
@@ -354,7 +353,7 @@ impl World {
     }
 
     /// Returns the current member of a guest; `None` if no driver can find the guest.
-    fn member<'r>(&self, index: usize, rollout: &'r Rollout) -> Option<&'r Member> {
+    pub fn member<'r>(&self, index: usize, rollout: &'r Rollout) -> Option<&'r Member> {
         let guest = &self.guests[index];
         let is_latest = |member: &&Member| {
             member.guest == guest.name && !guest.is_namesake && member.state != State::Superseded
@@ -369,19 +368,19 @@ impl World {
         member
     }
 
-    fn is_lost(&self, rollout: &Rollout, member: &Member) -> bool {
+    pub fn is_lost(&self, rollout: &Rollout, member: &Member) -> bool {
         let name = rollout.header().name.clone();
         self.lost.contains(&(name, member.guest.clone()))
     }
 
     /// Returns the states that the claim of a rollout on a key of a guest may have: made, ended, or
     /// both.
-    fn claimed(&self, index: usize, key: &str, rollout: &Rollout) -> Vec<Option<Want>> {
+    pub fn claimed(&self, index: usize, key: &str, rollout: &Rollout) -> Vec<Option<Want>> {
         self.claimed_at(index, key, rollout, self.now)
     }
 
     /// Returns those states, with the claims that have ended by themselves before this time.
-    fn claimed_at(
+    pub fn claimed_at(
         &self,
         index: usize,
         key: &str,
@@ -514,83 +513,5 @@ impl World {
                 "guest {index} is {state:?}, and has {not_made:?}"
             );
         }
-    }
-
-    /// Checks that the rollout waits for a guest only if there is a reason in the guest.
-    fn check_progress(&self, index: usize, rollout: &Rollout, rollouts: &[Rollout]) {
-        let phase = rollout.header().phase;
-        let runs = matches!(phase, Phase::Running(_) | Phase::Completed);
-        let Some(member) = self.member(index, rollout) else {
-            return;
-        };
-        let waits = match member.state {
-            State::Claiming { .. } | State::NotYet { .. } => true,
-            // A guest of a wave that was not reached has no generation.
-            State::Pending => member.generation > 0,
-            _ => false,
-        };
-        let is_asked = member.state.is_ineffective() && self.has_just_ended(index);
-        let has_lost_ledger = self.guests[index].orphans.is_some();
-        let is_lost = has_lost_ledger || is_asked || self.is_lost(rollout, member);
-        if !runs || !waits || is_lost {
-            return;
-        }
-        let claims = member.plan.set.claims();
-        let mut claimed = claims.iter();
-        let has_reason = claimed.any(|one| self.has_obstacle(index, one, rollout, rollouts));
-        assert!(
-            has_reason,
-            "guest {index} is still {:?} in {}, and nothing keeps it from {claims:?}",
-            member.state,
-            rollout.header().name
-        );
-    }
-
-    /// Returns whether claims on the guest may have ended by themselves since the drivers asked it.
-    fn has_just_ended(&self, index: usize) -> bool {
-        let guest = &self.guests[index];
-        let at = self.now - LONGEST_RETRY;
-        let mut owners = guest.ends.keys();
-        owners.any(|owner| guest.has_ended(owner, at) != Some(true))
-    }
-
-    /// Returns whether a claim of a rollout may not be as wanted. The newest ON or OFF decides, and
-    /// each HELD keeps the key on.
-    fn has_obstacle(
-        &self,
-        index: usize,
-        claim: &Claim,
-        rollout: &Rollout,
-        rollouts: &[Rollout],
-    ) -> bool {
-        let (guest, key, header) = (&self.guests[index], &*claim.key, rollout.header());
-        if !guest.can_have(key, header.policy.allow_guarded) || guest.changed.contains(key) {
-            return true;
-        }
-        // The guest's own references are not taken away without consent.
-        let can_be_off = guest.original[key] == 0;
-        // A second reference to a guarded key would make the guest's own code warn.
-        let is_guarded = guest.kind(key) == Kind::Guarded;
-        let is_alone = claim.want == Want::Held && is_guarded;
-        let opposes = |(other, is_later): (Want, bool)| match claim.want {
-            Want::Held => is_alone && other != Want::Off,
-            Want::On if other == Want::Held => is_guarded,
-            Want::On => other == Want::Off && is_later && can_be_off,
-            Want::Off => other == Want::Held || (other == Want::On && is_later),
-        };
-        let others = guest.others.iter();
-        let others = others.filter_map(|(owner, of)| Some((*of.get(key)?, *owner != EARLY)));
-        // The claim is tried again some time after the obstacle has ended.
-        let at = self.now - LONGEST_RETRY;
-        let rolled_out = rollouts
-            .iter()
-            .filter(|one| one.header().name != header.name);
-        let rolled_out = rolled_out.flat_map(|other| {
-            let is_later = other.header().created > header.created;
-            let claimed = self.claimed_at(index, key, other, at).into_iter().flatten();
-            claimed.map(move |want| (want, is_later))
-        });
-        let is_own = (claim.want == Want::Off || is_alone) && !can_be_off;
-        is_own || others.chain(rolled_out).any(opposes)
     }
 }
