@@ -12,7 +12,6 @@ use super::handle::Keys;
 use super::paging::{
     ITEM_BYTES, MALFORMED, PAGE_BYTES, invalid_token, page_token, parse_page_token,
 };
-use super::registry::Snapshot;
 
 /// A page of descriptors.
 #[derive(Clone, Debug, Default)]
@@ -61,7 +60,7 @@ impl Keys {
     /// registration.
     pub fn list_debug_sites(&self, query: &DebugListQuery) -> Result<DebugPage, KeysError> {
         let revision = self.revision();
-        let Snapshot { registration, .. } = self.registry().snapshot()?;
+        let registration = self.registry().to_read()?;
         let generation = registration.generation;
         let first: usize = match parse_page_token(&query.page_token, generation)? {
             None => 0,

@@ -123,6 +123,8 @@ struct State {
     phase: RegistrationPhase,
     error: Option<String>,
     registration: Option<Arc<Registration>>,
+    /// The running kernel, if it has panicked. Its keys can be read, and not changed.
+    panicked: Option<Arc<Registration>>,
     /// The current or last kernel.
     boot: Option<Boot>,
     /// The kernel that has requested a registration.
@@ -254,6 +256,18 @@ impl Registry {
             discovery.look(self);
         }
         self.known()
+    }
+
+    /// Does the same as [`Self::snapshot`], and returns also a kernel that has panicked. Nothing may
+    /// be changed with it.
+    ///
+    /// # Errors
+    /// [`KeysError::NotRegistered`] with the reason and the next step.
+    pub fn to_read(&self) -> Result<Arc<Registration>, KeysError> {
+        match self.snapshot() {
+            Ok(snapshot) => Ok(snapshot.registration),
+            Err(error) => self.state().panicked.clone().ok_or(error),
+        }
     }
 
     /// Returns whether no kernel is to be discovered: the running kernel has registered, or

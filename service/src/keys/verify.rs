@@ -7,7 +7,6 @@ use static_keys::{KeyId, Patterns};
 
 use super::error::KeysError;
 use super::handle::Keys;
-use super::registry::Snapshot;
 use super::torn::TornKey;
 
 /// Maximum number of torn keys in an answer.
@@ -44,7 +43,7 @@ impl Keys {
             revision: self.revision(),
             ..Verification::default()
         };
-        let Snapshot { registration, .. } = self.registry().snapshot()?;
+        let registration = self.registry().to_read()?;
         let ram = self.ram()?;
         let mut suspects: Vec<KeyId> = Vec::new();
         for key in registration.catalog.keys() {

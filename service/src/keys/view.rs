@@ -13,7 +13,7 @@ use super::paging::{
     ITEM_BYTES, MALFORMED, PAGE_BYTES, invalid_token, page_token, parse_page_token,
 };
 use super::quarantine::Quarantine;
-use super::registry::{Registration, Snapshot};
+use super::registry::Registration;
 use super::request::ListQuery;
 use super::shared::Book;
 
@@ -100,7 +100,7 @@ impl Keys {
         // The revision is read before the counts, so that a watch from the next revision misses
         // nothing.
         let revision = self.revision();
-        let Snapshot { registration, .. } = self.shared.registry.snapshot()?;
+        let registration = self.shared.registry.to_read()?;
         let after = parse_page_token(&query.page_token, registration.generation)?;
         let ram = self.ram()?;
         // The first call after a change of the tables sorts the names, which takes too long for the
@@ -145,7 +145,7 @@ impl Keys {
     /// a page token of another registration.
     pub fn get(&self, name: &str, page_size: usize, token: &str) -> Result<KeyDetails, KeysError> {
         let revision = self.revision();
-        let Snapshot { registration, .. } = self.shared.registry.snapshot()?;
+        let registration = self.shared.registry.to_read()?;
         let first: usize = match parse_page_token(token, registration.generation)? {
             None => 0,
             Some(first) => first.parse().map_err(|_| invalid_token(MALFORMED))?,

@@ -17,7 +17,7 @@ use super::contents::{self, KernelSymbols, Own};
 use super::debug_file::DebugFile;
 use super::debug_folder::DebugFiles;
 use super::error::{DiscoveryError, GIVE_TYPES, busy, refuse};
-use super::gates::{self, Gates};
+use super::gates::{self, Gates, Wanted};
 use super::kernel::{Evidence, Kernel, Log, Way};
 use super::layout::Layout;
 use super::layout::{self, Inner};
@@ -99,12 +99,36 @@ impl Finder {
         cpus: &[Cpu],
         way: Way,
     ) -> Result<Kernel, DiscoveryError> {
+        self.find_with(memory, cpus, way, Wanted::Running)
+    }
+
+    /// Finds the keys also of a kernel that has panicked. They must not be changed, because a CPU
+    /// may have stopped in the middle of a change.
+    ///
+    /// # Errors
+    /// [`DiscoveryError`], except [`DiscoveryError::Panics`].
+    pub fn find_panicked<M: PhysicalMemory + ?Sized>(
+        &mut self,
+        memory: &M,
+        cpus: &[Cpu],
+        way: Way,
+    ) -> Result<Kernel, DiscoveryError> {
+        self.find_with(memory, cpus, way, Wanted::Panicked)
+    }
+
+    fn find_with<M: PhysicalMemory + ?Sized>(
+        &mut self,
+        memory: &M,
+        cpus: &[Cpu],
+        way: Way,
+        wanted: Wanted,
+    ) -> Result<Kernel, DiscoveryError> {
         // Without registers, the running kernel cannot be distinguished from an old one that is
         // still in memory.
         if way == Way::Image
             && let Some(known) = self.known.as_mut().filter(|known| known.is_told_apart())
         {
-            match known.again(memory, cpus) {
+            match known.again(memory, cpus, wanted) {
                 Ok(Some(kernel)) => {
                     known.symbols.reduce(&known.own, &kernel.keys);
                     return Ok(kernel);
@@ -119,8 +143,8 @@ impl Finder {
                 }
             }
         }
-        let (mut known, located, clock) = know(memory, cpus, way, self.files.as_mut())?;
-        let found = match known.read(located, way, false, clock) {
+        let (mut known, located, clock) = know(memory, cpus, way, self.files.as_mut(), wanted)?;
+        let found = match known.read(located, way, false, clock, wanted) {
             Ok(Some(kernel)) => Ok(kernel),
             Ok(None) => busy("symbols are missing"),
             Err(error) => Err(error),
@@ -203,6 +227,7 @@ impl Known {
         &self,
         memory: &M,
         cpus: &[Cpu],
+        wanted: Wanted,
     ) -> Result<Option<Kernel>, DiscoveryError> {
         let mut clock = Clock::start();
         let again = locate::again(memory, cpus, &self.anchors, &self.symbols);
@@ -212,7 +237,7 @@ impl Known {
         clock.part("same kernel", located.view.copied());
         match self.gates.closed(&mut located.view) {
             Some((GateKind::SameKernel, _)) => Ok(None),
-            _ => self.read(located, Way::Image, true, clock),
+            _ => self.read(located, Way::Image, true, clock, wanted),
         }
     }
 
@@ -226,9 +251,10 @@ impl Known {
         way: Way,
         again: bool,
         mut clock: Clock,
+        wanted: Wanted,
     ) -> Result<Option<Kernel>, DiscoveryError> {
         let mut gates = self.gates.clone();
-        gates.check(&mut located.view)?;
+        gates.check(&mut located.view, wanted)?;
         let mut closed = gates.closed(&mut located.view);
         let found = contents::read(
             &mut located,
@@ -240,7 +266,7 @@ impl Known {
         );
         // The result is valid only if the modules are still the same.
         located.view.forget();
-        gates.check(&mut located.view)?;
+        gates.check(&mut located.view, wanted)?;
         closed = closed.or_else(|| gates.closed(&mut located.view));
         let closed = closed.map(|(kind, _)| format!(", while the gate {} is closed", kind.name()));
         let found = match (found, &closed) {
@@ -333,6 +359,7 @@ fn know<'m, M: PhysicalMemory + ?Sized>(
     cpus: &[Cpu],
     way: Way,
     files: Option<&mut DebugFiles>,
+    wanted: Wanted,
 ) -> Result<(Known, Located<'m, M>, Clock), DiscoveryError> {
     let (anchored, mut clock) = anchor(memory, cpus, way, files)?;
     let Anchored {
@@ -344,7 +371,7 @@ fn know<'m, M: PhysicalMemory + ?Sized>(
     let view = &mut located.view;
     let symbols = &located.symbols.table;
     let gates = gates::find(view, symbols, &anchors.named, &layout, &inner)?;
-    gates.check(view)?;
+    gates.check(view, wanted)?;
     let own = Own::read(&mut located, &layout, &inner, &mut clock)?;
     let page_table_isolation = isolation(&mut located, &inner);
     let known = Known {

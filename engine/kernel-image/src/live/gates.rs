@@ -22,15 +22,24 @@ use crate::symbols::{Named, SymbolKind, Symbols};
 /// The maximum number of possible CPUs.
 const MAX_CPUS: u64 = 8192;
 
+/// The kernels for which a discovery is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Wanted {
+    /// Only kernels whose keys can be changed.
+    Running,
+    /// Also a kernel that has panicked, whose keys can only be read.
+    Panicked,
+}
+
 /// Returns whether a discovery fails while the gate is closed. A discovery reads data that was
 /// stored at boot or when a module was loaded, and reads a key again if the guest is changing the
 /// key. So it need not wait for a mutex, whose holder may hang, or for a change of text. The gates
 /// for which this is `false` stop only changes of the keys that they [concern](Concerns).
-fn stops_discovery(kind: GateKind) -> bool {
+fn stops_discovery(kind: GateKind, wanted: Wanted) -> bool {
     match kind {
+        GateKind::Panic => wanted == Wanted::Running,
         GateKind::SameKernel
         | GateKind::SystemState
-        | GateKind::Panic
         | GateKind::ModuleCount
         | GateKind::ModuleList
         | GateKind::ModuleState
@@ -112,10 +121,11 @@ impl Gates {
     pub fn check<M: PhysicalMemory + ?Sized>(
         &self,
         view: &mut View<'_, M>,
+        wanted: Wanted,
     ) -> Result<(), DiscoveryError> {
         match self
             .all_closed(view)
-            .find(|(kind, _)| stops_discovery(*kind))
+            .find(|(kind, _)| stops_discovery(*kind, wanted))
         {
             None => Ok(()),
             Some((GateKind::Panic, cpu)) => Err(DiscoveryError::Panics(cpu)),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-use patchbay_kernel_image::live::{self, DiscoveryError, Way, discover};
+use patchbay_kernel_image::live::{self, DiscoveryError, Finder, Way, discover};
 use patchbay_memory::Cpu;
 use static_keys::{GateKind, ListedGate};
 
@@ -116,6 +116,29 @@ fn a_closed_gate_is_busy_and_said() {
             "{error}"
         );
     }
+}
+
+#[test]
+fn the_keys_of_a_kernel_that_has_panicked_can_be_read() {
+    let guest = guest();
+    let mut finder = Finder::default();
+    let before = finder.find(&guest, &guest.cpus, Way::Image).expect("found");
+    guest.put_u32(guest.symbol("panic_cpu"), 2);
+    for finder in [&mut finder, &mut Finder::default()] {
+        let error = finder.find(&guest, &guest.cpus, Way::Image);
+        assert!(matches!(error, Err(DiscoveryError::Panics(2))), "{error:?}");
+        let kernel = finder.find_panicked(&guest, &guest.cpus, Way::Image);
+        let kernel = kernel.expect("it can be read");
+        let addresses = |kernel: &live::Kernel| -> Vec<u64> {
+            kernel.keys.iter().map(|key| key.address).collect()
+        };
+        assert_eq!(kernel.boot, before.boot);
+        assert_eq!(addresses(&kernel), addresses(&before));
+    }
+    // The other gates still count.
+    guest.put_u32(guest.symbol("system_state"), 1);
+    let error = finder.find_panicked(&guest, &guest.cpus, Way::Image);
+    assert!(matches!(error, Err(DiscoveryError::Busy(_))), "{error:?}");
 }
 
 /// Mutexes and words of text changes, each with the value that it keeps while its holder hangs.

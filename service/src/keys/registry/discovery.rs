@@ -28,6 +28,7 @@ use patchbay_guest::discovery::Discoverable;
 use patchbay_guest::log_limit::limited;
 use patchbay_kernel_image::live::{self, DiscoveryError, Finder, Way};
 pub use patchbay_kernel_image::live::{DebugFile, DebugFiles, FileUse};
+use patchbay_memory::{Cpu, PhysicalMemory};
 use static_keys::{GateKind, GuestMemory, ListedGate};
 
 use super::discovered::tables;
@@ -191,6 +192,9 @@ impl Discovery {
                 state.next = Some(Instant::now() + SHORT_REST);
             }
             Err(error) => {
+                if !matches!(error, DiscoveryError::Panics(_)) {
+                    registry.forget_panicked();
+                }
                 state.refused = 0;
                 state.busy = matches!(error, DiscoveryError::Busy(_));
                 let rest = if state.busy { SHORT_REST } else { REST };
@@ -254,6 +258,10 @@ impl Discovery {
             };
             left -= 1;
             match state.finder.find(self.guest.memory(), &cpus, way) {
+                Err(error @ DiscoveryError::Panics(_)) => {
+                    state.keep_panicked(self.guest.memory(), registry, (&cpus, way), began);
+                    return Err(error);
+                }
                 // The guest may just have been reset, so only a second refusal counts.
                 Err(DiscoveryError::Refused(_)) if !was_refused && left > 0 => was_refused = true,
                 Err(DiscoveryError::Busy(_) | DiscoveryError::Absent(_)) if left > 0 => {}
@@ -309,6 +317,28 @@ impl Discovery {
 }
 
 impl State {
+    /// Discovers a kernel that has panicked, so that its keys can be read. If it cannot be read,
+    /// the panic is reported all the same.
+    fn keep_panicked(
+        &mut self,
+        memory: &dyn PhysicalMemory,
+        registry: &Registry,
+        (cpus, way): (&[Cpu], Way),
+        began: Instant,
+    ) {
+        let found = self.finder.find_panicked(memory, cpus, way);
+        let kept = found.map_err(|error| error.to_string()).and_then(|kernel| {
+            self.generation += 1;
+            let tables = tables(kernel, self.resets, self.generation, began.elapsed());
+            let kept = tables.and_then(|tables| registry.keep_panicked(tables));
+            kept.map_err(|refused| refused.to_string())
+        });
+        if let Err(why) = kept {
+            tracing::debug!(why, "a kernel that has panicked cannot be read");
+            registry.forget_panicked();
+        }
+    }
+
     /// Waits briefly while the guest changes its modules. These reads take far less time than a
     /// discovery that must be repeated.
     fn wait_for_idle(&self, memory: &KernelMemory) {

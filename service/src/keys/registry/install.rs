@@ -32,6 +32,38 @@ impl Registry {
         self.install(ram.into(), checked, discovered, &mut writer)
     }
 
+    /// Keeps a kernel that has panicked, so that its keys can be read.
+    ///
+    /// # Errors
+    /// [`Refused`]: its tables are malformed.
+    pub(super) fn keep_panicked(&self, mut tables: KernelTables) -> Result<(), Refused> {
+        let Some(ram) = self.ram.get() else {
+            return Ok(());
+        };
+        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let (boot, before) = {
+            let state = self.state();
+            let boot = state.boot.clone().filter(|boot| boot.id == tables.boot);
+            (boot, state.panicked.clone())
+        };
+        if let Some(before) = before.filter(|before| before.boot == tables.boot) {
+            // The pages of a list continue.
+            tables.generation = before.generation;
+        }
+        tables.check()?;
+        let mut boot = boot.unwrap_or_else(|| Boot::new(tables.boot, writer.next_epoch()));
+        let mut registration = source::registration(ram.into(), tables, boot.epoch)?;
+        source::add_epochs(&mut registration, &mut boot, || writer.next_epoch());
+        self.apply_declarations(&mut registration);
+        self.state().panicked = Some(Arc::new(registration));
+        Ok(())
+    }
+
+    /// Forgets the kernel that had panicked, because it does not run any more.
+    pub(super) fn forget_panicked(&self) {
+        self.state().panicked = None;
+    }
+
     /// Refuses the discovery of a kernel that registers itself.
     fn check_own(&self, tables: &KernelTables) -> Result<(), Refused> {
         let mut state = self.state();
@@ -109,7 +141,9 @@ impl Registry {
         }
         match result {
             Ok((registration, boot)) => {
-                self.state().boot = Some(boot);
+                let mut state = self.state();
+                (state.boot, state.panicked) = (Some(boot), None);
+                drop(state);
                 limited!(
                     info,
                     release = registration.release,

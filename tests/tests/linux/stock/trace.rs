@@ -12,7 +12,7 @@ use patchbay_testing::EventStream;
 use patchbay_tests::{Guest, StockKernel, TestGuest};
 use tonic::Status;
 
-use super::{TRACING, crash};
+use super::{TRACING, crash, state};
 
 /// The events of processes, which a shell causes with every command.
 const EVENTS: &str = "sched:sched_process_exec sched:sched_process_exit sched:sched_process_fork";
@@ -68,6 +68,11 @@ async fn events_of(version: &str) -> Result<()> {
     print_row(&release, "top level, followed", &followed);
     let of_instance = instance(&mut guest, own.len()).await?;
     print_row(&release, "an instance", &of_instance);
+    state::compare_users(&mut guest).await?;
+    for name in ["", "one"] {
+        state::compare_counters(&mut guest, name).await?;
+    }
+    state::compare_tasks(&mut guest).await?;
 
     let running = buffered(&mut guest, &own).await?;
     let pause = PauseGuestRequest::default();
@@ -75,6 +80,7 @@ async fn events_of(version: &str) -> Result<()> {
     let paused = buffered(&mut guest, &own).await?;
     let resume = ResumeGuestRequest::default();
     guest.guest_service().resume_guest(resume).await?;
+    let shell = guest.shell("echo $$").await?.trim().parse()?;
     crash(&mut guest).await?;
     let panicked = buffered(&mut guest, &own).await?;
     ensure!(
@@ -82,7 +88,7 @@ async fn events_of(version: &str) -> Result<()> {
         "{running:?} {paused:?} {panicked:?}"
     );
     print_row(&release, "top level, afterwards", &running);
-    Ok(())
+    state::told_after_panic(&mut guest, &kernel.cli, shell).await
 }
 
 /// Reads the instance, which has recorded less than `all` events, and one that does not exist.

@@ -11,8 +11,9 @@ use zerocopy::FromBytes;
 
 use super::super::{KernelTables, requests};
 use super::*;
-use crate::keys::{ClosedGate, KeyUpdate, Keys, KeysConfig, KeysError, UpdateRequest};
+use crate::keys::{ClosedGate, KeyUpdate, Keys, KeysConfig, KeysError, ListQuery, UpdateRequest};
 use crate::testing::{Discovered, discovered_after, found as as_discovered};
+use crate::trace::TracepointKeys;
 use patchbay_guest::testing::{InMemoryGuest, TestKey, Told};
 
 /// A guest without a kernel that could be discovered.
@@ -448,6 +449,42 @@ async fn enable(keys: &Keys) -> Result<(), KeysError> {
         UpdateRequest::new(updates, "test".to_owned(), second, Instant::now() + second);
     request.allow_guarded = true;
     keys.update(request).await.map(drop)
+}
+
+#[tokio::test]
+async fn the_keys_of_a_kernel_that_has_panicked_are_listed_and_not_changed() {
+    let (guest, empty, keys) = served();
+    enable(&keys).await.expect("it runs");
+    let registry = keys.registry();
+    let tables = || {
+        let mut tables = as_discovered(&guest);
+        tables.discovery = found(&guest).discovery;
+        tables
+    };
+    registry.keep_panicked(tables()).expect("it can be read");
+    let panic = DiscoveryError::Panics(2).to_string();
+    registry.not_discovered(panic.clone());
+    let discovery = registry.discovery.get().expect("served");
+    discovery.state.lock().expect("not poisoned").next = Some(late());
+    let listed = keys.list(&ListQuery::default()).expect("kept").keys;
+    let alpha = (&*listed[0].name, listed[0].count, listed[0].held_references);
+    assert_eq!(alpha, ("alpha", 1, 1));
+    assert!(keys.get("alpha", 10, "").is_ok());
+    assert_eq!(keys.tracepoints().expect("kept").len(), 0);
+    // The first page of a list has a token for the second, also if the kernel is found again.
+    let generation = |registry: &Registry| registry.to_read().expect("kept").generation;
+    let first = generation(registry);
+    let mut again = tables();
+    again.generation += 1;
+    registry.keep_panicked(again).expect("it can be read");
+    assert_eq!(generation(registry), first);
+    let error = enable(&keys).await.expect_err("panicked").to_string();
+    assert!(error.contains(&panic), "{error}");
+    assert_eq!(guest.count("alpha"), 1);
+
+    empty.resets.fetch_add(1, Ordering::SeqCst);
+    let error = keys.list(&ListQuery::default()).expect_err("reset");
+    assert!(!error.to_string().contains("panics"), "{error}");
 }
 
 /// The memory of a kernel that ended at a reset passes every gate.
