@@ -18,7 +18,7 @@ use crate::client::{Client, lists};
 use crate::failure::Failure;
 use crate::keys::claims::Claim;
 use crate::print::{Printable, json_line, print};
-use crate::text::harmless;
+use crate::text::one_line;
 use crate::trace::view::{Event, Line, Losses, Tracepoint, lines, rfc3339};
 use crate::view::{Details, GuestDetails, Hold, ListedKey, Task};
 
@@ -115,7 +115,7 @@ impl Autopsy {
                 process,
                 name,
             } = task;
-            let name = harmless(name);
+            let name = one_line(name);
             format!("CPU {cpu}: {name}, pid {pid} of process {process}\n")
         };
         tasks.iter().map(line).collect()
@@ -237,7 +237,7 @@ impl Printable for Autopsy {
         let mut text = self.guest.as_ref().map_or(String::new(), Printable::table);
         let missing = self.missing.iter();
         let missing: String = missing
-            .map(|(part, why)| harmless(&format!("{part}: {why}")) + "\n")
+            .map(|(part, why)| one_line(&format!("{part}: {why}")) + "\n")
             .collect();
         section(&mut text, "Not found", &missing);
         fn table<T>(all: &Vec<T>) -> String
@@ -260,10 +260,10 @@ impl Printable for Autopsy {
         section(&mut text, "Armed tracepoints", &table(&self.tracepoints));
         for (instance, ring) in &self.rings {
             let events = ring.events.iter();
-            let events: String = events.map(|event| harmless(&event.text)).collect();
+            let events: String = events.map(|event| event.text.as_str()).collect();
             let heading = match instance.as_str() {
                 "" => "Newest trace events".to_owned(),
-                name => format!("Newest trace events of the instance {}", harmless(name)),
+                name => format!("Newest trace events of the instance {}", one_line(name)),
             };
             section(&mut text, &heading, &events);
         }
@@ -367,4 +367,65 @@ pub async fn autopsy(
         found.save(path)?;
     }
     print(output, &found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn empty() -> Autopsy {
+        Autopsy {
+            at: String::new(),
+            guest: None,
+            log: Log::default(),
+            rings: BTreeMap::new(),
+            tracepoints: vec![],
+            keys: vec![],
+            holds: vec![],
+            claims: vec![],
+            missing: BTreeMap::new(),
+        }
+    }
+
+    /// Names that a guest chooses are part of lines, but none of them begins a line.
+    #[test]
+    fn a_guest_forges_no_section() {
+        const FORGED: &str = "a\n\n== Log\n\n[    0.000000] all is well\u{2028}\u{202e}";
+        let state = v1::KernelState {
+            tasks: vec![v1::CpuTask {
+                name: FORGED.to_owned(),
+                ..Default::default()
+            }],
+            trace_instances: vec![FORGED.to_owned()],
+            ..Default::default()
+        };
+        let guest = v1::DescribeGuestResponse {
+            kernel_state: Some(state),
+            ..Default::default()
+        };
+        let event = |name: &str| v1::TraceEvent {
+            name: name.to_owned(),
+            comm: name.to_owned(),
+            ..Default::default()
+        };
+        let mut found = empty();
+        found.guest = Some(GuestDetails::described("web-1".into(), "".into(), guest));
+        let ring = found.rings.entry(FORGED.to_owned()).or_default();
+        ring.events.push_back(event(FORGED).into());
+        let missing = [(FORGED.to_owned(), FORGED.to_owned())];
+        found.missing.extend(missing);
+        let text = found.table();
+        let lines: Vec<&str> = text.lines().collect();
+        let headings = lines.iter().filter(|line| line.starts_with("=="));
+        let headings: Vec<&str> = headings.copied().collect();
+        let of_ring = r"== Newest trace events of the instance a\n\n== Log\n\n[    0.000000] all is well\u{2028}\u{202e}";
+        assert_eq!(headings, ["== Not found", "== Running tasks", of_ring]);
+        let well = |line: &&&str| line.starts_with("[    0.000000]");
+        assert_eq!(lines.iter().filter(well).count(), 0, "{text}");
+        assert!(!text.contains(['\u{2028}', '\u{202e}']), "{text:?}");
+        let json = json_line(&found).expect("JSON");
+        let read: serde_json::Value = serde_json::from_str(&json).expect("JSON");
+        assert_eq!(read["rings"][FORGED]["events"][0]["name"], FORGED);
+        assert_eq!(read["missing"][FORGED], FORGED);
+    }
 }

@@ -4,6 +4,7 @@
 use serde_json::Value;
 
 use super::{Printable, Rows, or_dash};
+use crate::text::one_line;
 use crate::view;
 
 fn row(guest: &view::GuestDetails) -> Vec<String> {
@@ -88,11 +89,11 @@ impl Printable for view::GuestDetails {
     }
 }
 
-/// Formats a value on one line. An object is formatted as its texts and the names of its booleans
-/// that are true.
+/// Formats a value on one line, whatever its texts are. An object is formatted as its texts and the
+/// names of its booleans that are true.
 fn text(value: &Value) -> String {
     match value {
-        Value::String(text) => text.clone(),
+        Value::String(text) => one_line(text),
         Value::Bool(value) => if *value { "yes" } else { "no" }.to_owned(),
         Value::Array(items) => {
             let items: Vec<_> = items.iter().map(text).collect();
@@ -100,7 +101,7 @@ fn text(value: &Value) -> String {
         }
         Value::Object(fields) => {
             let facts = fields.iter().filter_map(|(name, value)| match value {
-                Value::String(text) => Some(text.clone()),
+                Value::String(text) => Some(one_line(text)),
                 Value::Bool(true) => Some(name.replace('_', " ")),
                 _ => None,
             });
@@ -162,7 +163,7 @@ impl Printable for view::Status {
         if !self.registration.is_empty() {
             out += &format!(", {}", self.registration);
             if !self.registration_error.is_empty() {
-                out += &format!(" ({})", self.registration_error);
+                out += &format!(" ({})", one_line(&self.registration_error));
             }
             let agent = if self.agent_connected { "" } else { "no " };
             out += &format!(", {agent}agent connected");
@@ -172,5 +173,68 @@ impl Printable for view::Status {
 
     fn names(&self) -> Vec<&str> {
         vec![&self.guest]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use patchbay_proto::v1;
+
+    use super::*;
+
+    /// The texts of a guest are in the description, but none of its lines are.
+    #[test]
+    fn a_description_has_a_line_for_each_value() {
+        const FORGED: &str = "a\n  panicked              no\u{9b}\u{202e}";
+        let described = |text: &str| {
+            let status = v1::GuestStatus {
+                kernel_release: text.to_owned(),
+                registration_error: text.to_owned(),
+                ..Default::default()
+            };
+            let message = v1::KernelMessage {
+                text: text.to_owned(),
+                ..Default::default()
+            };
+            let state = v1::KernelState {
+                tasks: vec![v1::CpuTask {
+                    name: text.to_owned(),
+                    ..Default::default()
+                }],
+                trace_instances: vec![text.to_owned(), text.to_owned()],
+                last_warning: Some(message.clone()),
+                panic: Some(message),
+                ..Default::default()
+            };
+            let guest = v1::DescribeGuestResponse {
+                status: Some(status),
+                kernel_state: Some(state),
+                declaration_errors: vec![text.to_owned()],
+                ..Default::default()
+            };
+            view::GuestDetails::described("web-1".into(), "socket".into(), guest)
+        };
+        let forged = described(FORGED);
+        let table = forged.table();
+        let labels = |table: &str| -> Vec<String> {
+            let lines = table.lines();
+            lines
+                .map(|line| line.chars().take(24).collect::<String>())
+                .map(|label| label.trim_end().to_owned())
+                .collect()
+        };
+        let expected = labels(&described("a").table());
+        assert_eq!(labels(&table), expected, "{table}");
+        assert!(!table.contains(['\u{9b}', '\u{202e}']), "{table:?}");
+        let instances =
+            "  trace instances       a\\n  panicked              no\\u{9b}\\u{202e}, a\\n";
+        assert!(table.contains(instances), "{table}");
+        // Programs get the exact name.
+        let json = crate::print::json_line(&forged).expect("JSON");
+        let read: Value = serde_json::from_str(&json).expect("JSON");
+        assert_eq!(read["details"]["trace_instances"][1], FORGED);
+        // The table of several guests has one line for each.
+        let rows = vec![forged].rows().text();
+        assert_eq!(rows.lines().count(), 2, "{rows}");
     }
 }

@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use crate::args::output::Output;
 use crate::failure::Failure;
-use crate::text::harmless;
+use crate::text::{harmless, one_line};
 
 /// The rows of a table.
 #[derive(Debug, Default)]
@@ -36,7 +36,8 @@ impl Rows {
         self.rows.push(row.into_iter().map(Into::into).collect());
     }
 
-    /// Formats the table with aligned columns, without blanks at the ends of lines.
+    /// Formats the table with aligned columns, without blanks at the ends of lines. Each row is
+    /// one line, whatever its texts are.
     pub fn text(self) -> String {
         let mut table = Table::new();
         table
@@ -47,7 +48,7 @@ impl Rows {
             column.set_padding((0, 2));
         }
         for row in self.rows {
-            table.add_row(row);
+            table.add_row(row.iter().map(|cell| one_line(cell)));
         }
         let text = table.to_string();
         text.lines()
@@ -377,6 +378,17 @@ fn entry<T>((guest, answer): &(String, Result<Answer<T>, Failure>)) -> Entry<'_,
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_row_of_a_table_is_one_line() {
+        let mut rows = Rows::new(&["NAME", "NOTES"]);
+        rows.push(["sched:x", "enabled in a\nsched:y  firing\u{202e}"]);
+        rows.push(["sched:z", "filter comm ~ \"a\\b\""]);
+        let lines = "NAME     NOTES\n\
+                     sched:x  enabled in a\\nsched:y  firing\\u{202e}\n\
+                     sched:z  filter comm ~ \"a\\b\"\n";
+        assert_eq!(rows.text(), lines);
+    }
 
     #[test]
     fn json_does_not_act_on_a_terminal() {

@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use super::view::{Losses, Tracepoint};
 use crate::print::{self, Printable, Rows};
+use crate::text::one_line;
 
 /// Rates and losses.
 #[derive(Debug, Serialize)]
@@ -158,7 +159,8 @@ impl Printable for Stat {
             );
         }
         if !self.stale.is_empty() {
-            let _ = writeln!(text, "the guest's figures are missing: {}", self.stale);
+            let stale = one_line(&self.stale);
+            let _ = writeln!(text, "the guest's figures are missing: {stale}");
         }
         text
     }
@@ -239,7 +241,7 @@ impl Printable for Agent {
         let mut text = String::new();
         let mut row = |name: &str, value: String| {
             if !value.is_empty() {
-                let _ = writeln!(text, "{name:<10} {value}");
+                let _ = writeln!(text, "{name:<10} {}", one_line(&value));
             }
         };
         row(

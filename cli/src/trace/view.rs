@@ -8,6 +8,7 @@ use patchbay_proto::v1::trace_field::Value;
 use serde::Serialize;
 
 use crate::print::{self, Printable, Rows};
+use crate::text::one_line;
 
 #[derive(Debug, Serialize)]
 pub struct Tracepoint {
@@ -381,7 +382,7 @@ impl From<v1::TraceEvent> for Event {
             let _ = write!(text, " {}={}", field.name, shown(&value));
             fields.insert(field.name, json(value));
         }
-        text.push('\n');
+        let text = one_line(&text) + "\n";
         Self {
             time,
             guest_time_ns: event.guest_time_ns,
@@ -432,7 +433,8 @@ impl Printable for Line {
             Self::Event(event) => event.text.clone(),
             Self::Lost { lost } => format!("--- lost: {} ---\n", lost.sentence()),
             Self::Mark { time, mark } => {
-                format!("{} --- {mark} ---\n", time.get(11..26).unwrap_or_default())
+                let time = time.get(11..26).unwrap_or_default();
+                format!("{time} --- {} ---\n", one_line(mark))
             }
         }
     }
@@ -496,6 +498,25 @@ mod tests {
             "01:01:01.000005      1.500000 [001] d.h..             in\u{fffd}it-42 sched:sched_switch: \
              comm=a\u{fffd}[2J prio=-3 ptr=0xffffffffffffffff\n"
         );
+    }
+
+    /// An agent chooses the names of events and fields, and a client the text of a mark.
+    #[test]
+    fn an_event_and_a_mark_are_one_line() {
+        let mut forged = event();
+        forged.name = "a:b\nc".to_owned();
+        forged.context = "d\n".to_owned();
+        forged.fields[0].name = "e\nf\u{202e}".to_owned();
+        let text = Event::from(forged).text;
+        assert_eq!(text.matches('\n').count(), 1, "{text}");
+        for part in [r"a:b\nc:", r"d\n ", r"e\nf\u{202e}="] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        let mark = Line::Mark {
+            time: String::new(),
+            mark: "armed\nfired".to_owned(),
+        };
+        assert_eq!(mark.table(), " --- armed\\nfired ---\n");
     }
 
     #[test]
