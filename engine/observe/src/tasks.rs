@@ -18,7 +18,7 @@
 use std::sync::atomic::{Ordering, fence};
 
 use crate::fields::{Field, Name, Structure};
-use crate::{KernelView, Types, copy, word};
+use crate::{Bounded, KernelView, Types, copy, word};
 
 /// The symbol of the number of CPUs, including those that may be added: an `unsigned int`.
 pub use crate::trace::CPUS;
@@ -36,6 +36,12 @@ pub const TYPES: &[&str] = &["pcpu_hot", "rq", "task_struct"];
 const MAX_CPUS: u64 = 8192;
 /// The number of copies of a task after which a CPU that switches tasks all the time is left out.
 const MAX_COPIES: usize = 4;
+
+/// The maximum number of reads, and of bytes in them, as in a poll of the rings. They suffice for
+/// [`MAX_CPUS`] that are all online: 6 reads each, and 4 more for each time that one of them switches
+/// tasks during the copy.
+const MAX_READS: usize = 1 << 16;
+const MAX_BYTES: usize = 4 << 20;
 
 /// The layout of the structures, from a kernel's own types.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -111,8 +117,10 @@ pub struct Task {
 
 impl Source {
     /// Reads the tasks of the CPUs that are online. Leaves out a CPU whose task cannot be read, or
-    /// that switches tasks too often. Returns `None` if the CPUs are not known.
+    /// that switches tasks too often. Returns `None` if the CPUs are not known, or if reading them
+    /// takes too many reads: with the tasks of some CPUs, a guest could hide those of the others.
     pub fn read(&self, view: &(impl KernelView + ?Sized)) -> Option<Vec<Task>> {
+        let view = &Bounded::new(view, MAX_READS, MAX_BYTES);
         let mut cpus = [0; 4];
         if !view.read(self.cpus, &mut cpus) {
             return None;
@@ -130,7 +138,9 @@ impl Source {
             byte.is_some_and(|byte| byte >> (cpu % 8) & 1 == 1)
         };
         let online = (0..cpus).filter(is_online);
-        Some(online.filter_map(|cpu| self.task(view, cpu)).collect())
+        let online = online.take_while(|_| !view.is_exhausted());
+        let tasks = online.filter_map(|cpu| self.task(view, cpu)).collect();
+        (!view.is_exhausted()).then_some(tasks)
     }
 
     fn task(&self, view: &(impl KernelView + ?Sized), cpu: u64) -> Option<Task> {
@@ -169,7 +179,8 @@ impl Source {
 
 #[cfg(test)]
 mod tests {
-    use std::cell::RefCell;
+    use std::cell::{Cell, RefCell};
+    use std::rc::Rc;
 
     use super::*;
     use crate::Member;
@@ -336,6 +347,47 @@ mod tests {
         }));
         let tasks = source.read(&memory).expect("readable");
         assert_eq!(tasks.len(), 1, "{tasks:?}");
+    }
+
+    /// All CPUs that a kernel may have are online. If they rest, all tasks are read. If a hostile
+    /// guest makes each of them switch tasks all the time, the call ends without tasks.
+    #[test]
+    fn a_call_has_a_maximum_number_of_reads() {
+        const AREA: u64 = BASE + 0x10_000;
+        let (mut source, memory) = kernel([None, Some(8), None], false);
+        source.online = AREA;
+        source.offsets = AREA + MAX_CPUS / 8;
+        source.current = 0;
+        {
+            let mut memory = memory.bytes.borrow_mut();
+            memory.resize(0x30_000, 0);
+            put(&mut memory, BASE, &(MAX_CPUS as u32).to_le_bytes());
+            put(&mut memory, AREA, &[0xff; MAX_CPUS as usize / 8]);
+            // The CPUs share a pointer.
+            for cpu in 0..MAX_CPUS {
+                let offset = (BASE + 0x100).to_le_bytes();
+                put(&mut memory, source.offsets + 8 * cpu, &offset);
+            }
+        }
+        let reads = |hostile: bool| {
+            let reads = Rc::new(Cell::new(0));
+            let count = Rc::clone(&reads);
+            let mut turn = 0;
+            *memory.hook.borrow_mut() = Some(Box::new(move |address, memory| {
+                count.set(count.get() + 1);
+                // The id of a task is read once in each copy.
+                if hostile && (TASKS..AREA).contains(&address) && address % 64 == 16 {
+                    turn += 1;
+                    let next = TASKS + 64 * (turn % 3);
+                    put(memory, BASE + 0x100, &next.to_le_bytes());
+                }
+            }));
+            let tasks = source.read(&memory);
+            (tasks.map(|tasks| tasks.len()), reads.get())
+        };
+        let all = MAX_CPUS as usize;
+        assert_eq!(reads(false), (Some(all), 2 + 6 * all));
+        assert_eq!(reads(true), (None, MAX_READS));
     }
 
     #[test]

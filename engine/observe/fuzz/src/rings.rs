@@ -19,9 +19,8 @@ const LIST_READS: usize = 1 << 16;
 const LIST_BYTES: usize = 16 << 20;
 /// The maximum number of reads for the instances that have enabled an event.
 const USER_READS: usize = 1 << 18;
-/// The maximum number of reads for the tasks of all CPUs: the offset of each, the pointer, and the
-/// copies of a task.
-const TASK_READS: usize = 2 + 8192 * (2 + 4 * 4);
+/// The maximum number of reads for the tasks of all CPUs.
+const TASK_READS: usize = 1 << 16;
 /// The maximum number of reads of a list of instances, which needs no other limit.
 const INSTANCE_READS: usize = 1025 * 6 + 1;
 
