@@ -17,14 +17,20 @@ use crate::args::output::Output;
 use crate::client::{Client, lists};
 use crate::failure::Failure;
 use crate::keys::claims::Claim;
-use crate::print::{Printable, json_line, print};
+use crate::print::{Printable, json, json_line, print};
 use crate::text::one_line;
 use crate::trace::view::{Event, Line, Losses, Tracepoint, lines, rfc3339};
 use crate::view::{Details, GuestDetails, Hold, ListedKey, Task};
 
-/// The maximum number of bytes of the log's records as JSON that are kept. A panic is at the end,
-/// so the oldest records are left out.
+/// The maximum number of bytes of an autopsy as indented JSON. The guest chooses the number of its
+/// instances, and the number and size of its events and records. `patchbayd` keeps no file of more
+/// than 64 MiB.
+const MAX_BYTES: usize = 48 << 20;
+/// The maximum number of bytes of the log's records among these. A panic is at the end, so the oldest
+/// records are left out.
 const MAX_LOG_BYTES: usize = 32 << 20;
+/// The maximum number of blanks by which a line of an item is indented further within the whole.
+const INDENT: usize = 8;
 /// The maximum number of rings, with that of the top level. A guest may have any number of
 /// instances.
 const MAX_RINGS: usize = 32;
@@ -60,6 +66,9 @@ pub struct Autopsy {
     claims: Vec<Claim>,
     /// The reason for each part that is missing.
     missing: BTreeMap<String, String>,
+    /// The number of bytes that further parts may take.
+    #[serde(skip)]
+    room: usize,
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -69,6 +78,9 @@ struct Log {
     /// The number of the oldest records that are left out because the log is too long.
     left_out: u64,
     records: VecDeque<Record>,
+    /// The size of all records.
+    #[serde(skip)]
+    bytes: usize,
 }
 
 #[derive(Debug, Serialize)]
@@ -78,9 +90,23 @@ struct Record {
     /// The record as `dmesg` shows it.
     #[serde(skip)]
     text: String,
-    /// The size of `line` as JSON in bytes.
+    /// The [`size`] of `line`.
     #[serde(skip)]
     size: usize,
+}
+
+impl Log {
+    /// Adds a record, and leaves out the oldest ones if all together take more than `limit` bytes.
+    fn push(&mut self, record: Record, limit: usize) {
+        self.bytes = self.bytes.saturating_add(record.size);
+        self.records.push_back(record);
+        while self.bytes > limit
+            && let Some(oldest) = self.records.pop_front()
+        {
+            self.bytes = self.bytes.saturating_sub(oldest.size);
+            self.left_out += 1;
+        }
+    }
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -88,7 +114,53 @@ struct Ring {
     losses: Losses,
     /// The number of events that are left out because newer ones took their place here.
     left_out: u64,
-    events: VecDeque<Event>,
+    events: VecDeque<Kept>,
+    /// The number of these events that are left out because of their size.
+    #[serde(skip)]
+    too_large: u64,
+    /// The size of all events.
+    #[serde(skip)]
+    bytes: usize,
+}
+
+#[derive(Debug, Serialize)]
+struct Kept {
+    #[serde(flatten)]
+    event: Event,
+    /// The [`size`] of `event`.
+    #[serde(skip)]
+    size: usize,
+}
+
+impl Ring {
+    /// Adds an event, and leaves out the oldest ones if they are more than `events`, or if all
+    /// together take more than `limit` bytes.
+    fn push(&mut self, event: Event, events: usize, limit: usize) {
+        let size = size(&event);
+        self.bytes = self.bytes.saturating_add(size);
+        self.events.push_back(Kept { event, size });
+        while (self.events.len() > events || self.bytes > limit)
+            && let Some(oldest) = self.events.pop_front()
+        {
+            self.too_large += u64::from(self.events.len() < events);
+            self.bytes = self.bytes.saturating_sub(oldest.size);
+            self.left_out += 1;
+        }
+    }
+}
+
+/// Returns the number of bytes that a value and the comma behind it take at most in the JSON of an
+/// autopsy.
+fn size(value: &impl Serialize) -> usize {
+    // A value without a representation in JSON would fail the whole.
+    json(value).map_or(usize::MAX, |text| {
+        text.len() + 1 + INDENT * text.lines().count()
+    })
+}
+
+/// Returns why a part is left out that would exceed [`MAX_BYTES`].
+fn too_large() -> String {
+    format!("an autopsy has at most {} MiB", MAX_BYTES >> 20)
 }
 
 impl Autopsy {
@@ -98,6 +170,24 @@ impl Autopsy {
             self.missing.insert(name.to_owned(), failure.message);
             T::default()
         })
+    }
+
+    /// Takes the first items of a list for which there is room, and notes how many are missing.
+    fn fit<T: Serialize>(&mut self, name: &'static str, list: Vec<T>) -> Vec<T> {
+        let all = list.len();
+        let mut kept = Vec::new();
+        for item in list {
+            match self.room.checked_sub(size(&item)) {
+                Some(room) => self.room = room,
+                None => break,
+            }
+            kept.push(item);
+        }
+        if kept.len() < all {
+            let part = format!("{} more {name}", all - kept.len());
+            self.missing.insert(part, too_large());
+        }
+        kept
     }
 
     /// Returns the details of the guest, if they could be read.
@@ -133,36 +223,41 @@ impl Autopsy {
             holds: vec![],
             claims: vec![],
             missing: BTreeMap::new(),
+            room: MAX_BYTES,
         };
         // The log comes first: the rest is of little use without it, and a guest that is about to
         // end may be gone before it is read. It also finds the kernel's state.
         let log = log_of(client).await;
         found.log = found.part("log", log);
+        found.room = found.room.saturating_sub(found.log.bytes);
         // The description names the tasks that run and the instances.
         let guest = super::describe_with_kernel(client).await.map(Some);
         found.guest = found.part("guest", guest);
-        found.read_rings(client, arguments).await;
+        found.room = found.room.saturating_sub(size(&found.guest));
         let request = v1::ListStaticKeysRequest::default();
         let keys = lists::keys(client, request).await;
         let keys = found.part("keys", keys.map(|listing| listing.keys));
         let changed = |key: &v1::StaticKey| {
             key.enabled != key.initially_true || key.held_references > 0 || key.quarantine.is_some()
         };
-        let keys = keys.into_iter().filter(changed);
-        found.keys = keys.map(Into::into).collect();
+        let keys = keys.into_iter().filter(changed).map(Into::into);
+        found.keys = found.fit("keys", keys.collect());
         let holds = lists::holds(client, v1::ListHoldsRequest::default()).await;
         let holds = found.part("holds", holds);
-        found.holds = holds.into_iter().map(Into::into).collect();
+        found.holds = found.fit("holds", holds.into_iter().map(Into::into).collect());
         let claims = lists::claims(client, v1::ListClaimsRequest::default()).await;
         let claims = found.part("claims", claims);
-        found.claims = claims.into_iter().map(Into::into).collect();
+        found.claims = found.fit("claims", claims.into_iter().map(Into::into).collect());
         let request = v1::ListTracepointsRequest {
             armed_only: true,
             ..Default::default()
         };
         let tracepoints = lists::tracepoints(client, request).await;
         let (tracepoints, _) = found.part("tracepoints", tracepoints);
-        found.tracepoints = tracepoints.into_iter().map(Into::into).collect();
+        let tracepoints = tracepoints.into_iter().map(Into::into).collect();
+        found.tracepoints = found.fit("tracepoints", tracepoints);
+        // The rings come last: they are the largest part, and take the room that the others leave.
+        found.read_rings(client, arguments).await;
         found
     }
 
@@ -179,11 +274,13 @@ impl Autopsy {
         }
         let left_out = names.len().saturating_sub(MAX_RINGS);
         names.truncate(MAX_RINGS);
+        let mut rings = names.len();
         for instance in names {
-            match ring_of(client, &instance, arguments.events as usize).await {
-                Ok(ring) => {
-                    self.rings.insert(instance, ring);
-                }
+            // No ring takes the room of the ones after it.
+            let limit = self.room / rings;
+            rings -= 1;
+            match ring_of(client, &instance, arguments.events as usize, limit).await {
+                Ok(ring) => self.keep(instance, ring),
                 Err(failure) => {
                     let part = match instance.as_str() {
                         "" => "rings".to_owned(),
@@ -198,6 +295,20 @@ impl Autopsy {
             let part = format!("rings of {left_out} more instances");
             self.missing.insert(part, why);
         }
+    }
+
+    /// Takes a ring, and notes how many of its events are missing.
+    fn keep(&mut self, instance: String, ring: Ring) {
+        self.room = self.room.saturating_sub(ring.bytes);
+        if ring.too_large > 0 {
+            let events = ring.too_large;
+            let part = match instance.as_str() {
+                "" => format!("{events} older events"),
+                name => format!("{events} older events of the instance {name}"),
+            };
+            self.missing.insert(part, too_large());
+        }
+        self.rings.insert(instance, ring);
     }
 
     /// Writes the JSON to a file that only its owner can read, because the log and the events of a
@@ -260,7 +371,7 @@ impl Printable for Autopsy {
         section(&mut text, "Armed tracepoints", &table(&self.tracepoints));
         for (instance, ring) in &self.rings {
             let events = ring.events.iter();
-            let events: String = events.map(|event| event.text.as_str()).collect();
+            let events: String = events.map(|kept| kept.event.text.as_str()).collect();
             let heading = match instance.as_str() {
                 "" => "Newest trace events".to_owned(),
                 name => format!("Newest trace events of the instance {}", one_line(name)),
@@ -294,7 +405,6 @@ async fn log_of(client: &Client) -> Result<Log, Failure> {
     let stream = client.tracepoints().stream_kernel_log(request).await?;
     let mut stream = stream.into_inner();
     let (mut log, mut is_memory) = (Log::default(), false);
-    let mut bytes = 0;
     while let Some(message) = stream.next().await {
         let message = message?;
         is_memory |= message.source() == v1::KernelLogSource::Memory;
@@ -302,21 +412,19 @@ async fn log_of(client: &Client) -> Result<Log, Failure> {
         for record in message.records {
             let text = log::text(&record);
             let line = log::line(record, is_memory);
-            let size = json_line(&line)?.len();
-            log.records.push_back(Record { line, text, size });
-            bytes += size;
-            while bytes > MAX_LOG_BYTES
-                && let Some(oldest) = log.records.pop_front()
-            {
-                bytes -= oldest.size;
-                log.left_out += 1;
-            }
+            let size = size(&line);
+            log.push(Record { line, text, size }, MAX_LOG_BYTES);
         }
     }
     Ok(log)
 }
 
-async fn ring_of(client: &Client, instance: &str, events: usize) -> Result<Ring, Failure> {
+async fn ring_of(
+    client: &Client,
+    instance: &str,
+    events: usize,
+    limit: usize,
+) -> Result<Ring, Failure> {
     let request = client.stream(v1::StreamTracepointEventsRequest {
         source: v1::TraceSource::Memory.into(),
         instance: instance.to_owned(),
@@ -334,13 +442,7 @@ async fn ring_of(client: &Client, instance: &str, events: usize) -> Result<Ring,
     while let Some(message) = stream.next().await {
         for line in lines(message?) {
             match line {
-                Line::Event(event) => {
-                    ring.events.push_back(*event);
-                    if ring.events.len() > events {
-                        ring.events.pop_front();
-                        ring.left_out += 1;
-                    }
-                }
+                Line::Event(event) => ring.push(*event, events, limit),
                 Line::Lost { lost } => ring.losses.add(&lost),
                 Line::Mark { .. } => {}
             }
@@ -384,6 +486,7 @@ mod tests {
             holds: vec![],
             claims: vec![],
             missing: BTreeMap::new(),
+            room: MAX_BYTES,
         }
     }
 
@@ -411,7 +514,7 @@ mod tests {
         let mut found = empty();
         found.guest = Some(GuestDetails::described("web-1".into(), "".into(), guest));
         let ring = found.rings.entry(FORGED.to_owned()).or_default();
-        ring.events.push_back(event(FORGED).into());
+        ring.push(event(FORGED).into(), 1, MAX_BYTES);
         let missing = [(FORGED.to_owned(), FORGED.to_owned())];
         found.missing.extend(missing);
         let text = found.table();
@@ -427,5 +530,98 @@ mod tests {
         let read: serde_json::Value = serde_json::from_str(&json).expect("JSON");
         assert_eq!(read["rings"][FORGED]["events"][0]["name"], FORGED);
         assert_eq!(read["missing"][FORGED], FORGED);
+    }
+
+    fn event(number: u64) -> Event {
+        v1::TraceEvent {
+            name: "a:b\u{9b}".to_owned(),
+            guest_time_ns: number,
+            ..Default::default()
+        }
+        .into()
+    }
+
+    fn times(ring: &Ring) -> Vec<u64> {
+        let events = ring.events.iter();
+        events.map(|kept| kept.event.guest_time_ns).collect()
+    }
+
+    #[test]
+    fn a_ring_keeps_its_newest_events_in_a_number_and_in_bytes() {
+        let one = size(&event(1));
+        let ring = |events: usize, limit: usize| {
+            let mut ring = Ring::default();
+            (1..=5).for_each(|number| ring.push(event(number), events, limit));
+            (times(&ring), ring.left_out, ring.too_large)
+        };
+        assert_eq!(ring(9, 5 * one), (vec![1, 2, 3, 4, 5], 0, 0));
+        assert_eq!(ring(2, 5 * one), (vec![4, 5], 3, 0));
+        assert_eq!(ring(9, 2 * one), (vec![4, 5], 3, 3));
+        assert_eq!(ring(3, 2 * one + 1), (vec![4, 5], 3, 3));
+        assert_eq!(ring(9, one - 1), (vec![], 5, 5));
+        assert_eq!(ring(0, 5 * one), (vec![], 5, 0));
+    }
+
+    /// The JSON is never larger than the limit, and names what is left out.
+    #[test]
+    fn an_autopsy_has_a_maximum_size() {
+        const LIMIT: usize = 20_000;
+        let mut found = empty();
+        let before = json(&found).expect("JSON").len();
+        found.room = LIMIT;
+        let claims: Vec<Event> = (0..30).map(event).collect();
+        let kept = found.fit("claims", claims).len();
+        assert_eq!(kept, 30);
+        let names = ["", "a", "b\n"];
+        let mut rings = names.len();
+        for name in names {
+            let limit = found.room / rings;
+            rings -= 1;
+            let mut ring = Ring::default();
+            (0..100).for_each(|number| ring.push(event(number), 1000, limit));
+            assert!(ring.bytes <= limit && !ring.events.is_empty());
+            found.keep(name.to_owned(), ring);
+        }
+        let left = found.room;
+        assert!(left < size(&event(0)), "each ring takes its part");
+        let kept = found.fit("holds", (0..30).map(event).collect::<Vec<_>>());
+        assert!(kept.is_empty());
+        let of = |name: &str| found.rings[name].too_large;
+        let expected = [
+            (format!("{} older events", of("")), too_large()),
+            (
+                format!("{} older events of the instance a", of("a")),
+                too_large(),
+            ),
+            (
+                format!("{} older events of the instance b\n", of("b\n")),
+                too_large(),
+            ),
+            ("30 more holds".to_owned(), too_large()),
+        ];
+        assert_eq!(found.missing, BTreeMap::from(expected));
+        let text = json(&found).expect("JSON").len();
+        // The sizes of the fields and of the notes are small and constant.
+        let notes = 1000;
+        assert!(text <= before + LIMIT + notes, "{text} bytes");
+        let shown = found.table();
+        let note = "older events of the instance a: an autopsy has at most 48 MiB\n";
+        assert!(shown.contains(note), "{shown}");
+    }
+
+    #[test]
+    fn a_log_keeps_its_newest_records() {
+        let mut log = Log::default();
+        for number in 0..5 {
+            let record = v1::KernelLogRecord {
+                sequence: number,
+                ..Default::default()
+            };
+            let line = log::line(record, true);
+            let size = size(&line);
+            let text = String::new();
+            log.push(Record { line, text, size }, 3 * size);
+        }
+        assert_eq!((log.records.len(), log.left_out), (3, 2));
     }
 }

@@ -178,7 +178,11 @@ pub fn json_line(value: &impl Serialize) -> Result<String, Failure> {
         .map_err(unprintable)
 }
 
-fn json(value: &impl Serialize) -> Result<String, Failure> {
+/// Returns a value as indented JSON.
+///
+/// # Errors
+/// The value has no representation in JSON.
+pub fn json(value: &impl Serialize) -> Result<String, Failure> {
     serde_json::to_string_pretty(value)
         .map(|text| printable_lines(&text))
         .map_err(unprintable)

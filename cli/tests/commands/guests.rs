@@ -309,6 +309,30 @@ fn a_description_searches_for_the_kernels_state() {
     assert_eq!(host.fake.seen("find_kernel_state: true").len(), before);
 }
 
+/// The keys, holds and claims are small and say most; a guest decides the size of its rings.
+#[test]
+fn an_autopsy_reads_the_rings_last() {
+    let host = Host::with(&["only"]);
+    host.fake.guest("only", |guest| guest.has_kernel_log = true);
+    host.json(&["guest", "autopsy"]);
+    let seen = host.fake.seen("Request");
+    let calls: Vec<&str> = seen
+        .iter()
+        .filter_map(|call| call.split_whitespace().next())
+        .collect();
+    let of = |call: &str| calls.iter().rposition(|seen| *seen == call);
+    let rings = of("StreamTracepointEventsRequest");
+    assert!(rings.is_some(), "{calls:?}");
+    for call in [
+        "ListStaticKeysRequest",
+        "ListHoldsRequest",
+        "ListClaimsRequest",
+        "ListTracepointsRequest",
+    ] {
+        assert!(of(call).is_some() && of(call) < rings, "{calls:?}");
+    }
+}
+
 #[test]
 fn the_console_is_dumped() {
     let lab = Lab::new();

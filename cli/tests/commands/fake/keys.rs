@@ -383,9 +383,12 @@ impl StaticKeysService for Fake {
 
     async fn list_claims(
         &self,
-        _: Request<v1::ListClaimsRequest>,
+        request: Request<v1::ListClaimsRequest>,
     ) -> Result<Response<v1::ListClaimsResponse>, Status> {
-        Err(Status::unimplemented("the real service is tested"))
+        let request = request.into_inner();
+        self.on(&request.guest, &request, |_| {
+            Err(Status::unimplemented("the real service is tested"))
+        })
     }
 
     async fn verify_static_keys(
