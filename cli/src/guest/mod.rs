@@ -106,10 +106,15 @@ async fn describe_with_kernel(client: &Client) -> Result<view::GuestDetails, Fai
         find_kernel_state: true,
         ..Default::default()
     };
-    match describe_by(client, request).await {
-        Ok(details) => Ok(details),
-        Err(_) => describe(client).await,
+    let Ok(mut guest) = describe_by(client, request).await else {
+        return describe(client).await;
+    };
+    // Only this request reads the tasks, and a CPU always runs one.
+    let details = guest.details.as_mut();
+    if let Some(details) = details.filter(|details| details.tasks.is_empty()) {
+        details.not_in_memory.push("tasks");
     }
+    Ok(guest)
 }
 
 async fn describe_by(

@@ -303,6 +303,12 @@ fn a_description_searches_for_the_kernels_state() {
     host.fake.guest("only", |guest| guest.has_kernel_log = true);
     let described = host.json(&["guest", "describe"]);
     assert_eq!(described["details"]["uptime"], "0 d 00:01:01");
+    let missing = described["details"]["not_in_memory"].as_array();
+    let missing = missing.expect("a list");
+    assert!(missing.contains(&"tasks".into()), "{described}");
+    let listed = host.json(&["guest", "list"]);
+    let missing = &listed[0]["details"]["not_in_memory"];
+    assert!(!missing.to_string().contains("tasks"), "not read: {listed}");
     // A list describes every guest, and a search may take as long as a discovery.
     let before = host.fake.seen("find_kernel_state: true").len();
     host.ok(&["guest", "list"]);

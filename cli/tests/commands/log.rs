@@ -50,6 +50,7 @@ fn taints_and_load_are_described() {
     log.put_state(1 << 9 | 1 << 12, [2038, 0, 3 << 11]);
     log.put_health([2, 1], [4, 3, 2, 1, 99]);
     log.put_uptime(90_061, 2_000_000_000);
+    log.put_tasks(&[(1, 1, "init"), (0, 0, "swapper/1")]);
     log.write(|writer| writer.refuse(3));
     let described = lab.json(&["guest", "describe"]);
     let details = &described["details"];
