@@ -12,6 +12,7 @@ use patchbay_service::keys::{Keys, KeysConfig, Registry};
 use patchbay_service::trace::{AgentSocket, Tracing, socket_path};
 use serde_json::Value;
 use tokio::runtime::Runtime;
+use tokio::sync::Notify;
 
 use super::fake::Fake;
 
@@ -173,6 +174,7 @@ pub struct Lab {
     pub guest: Arc<InMemoryGuest>,
     pub registry: Arc<Registry>,
     folder: tempfile::TempDir,
+    end: Arc<Notify>,
     _runtime: Runtime,
 }
 
@@ -210,14 +212,21 @@ impl Lab {
             agent: Some(agent),
             ..Tracing::default()
         };
-        runtime
-            .spawn(async move { api::serve(socket, keys, tracing, std::future::pending()).await });
+        let end = Arc::new(Notify::new());
+        let ended = Arc::clone(&end);
+        runtime.spawn(async move { api::serve(socket, keys, tracing, ended.notified()).await });
         Self {
             guest,
             registry,
             folder,
+            end,
             _runtime: runtime,
         }
+    }
+
+    /// Ends the service as a monitor does that ends in order.
+    pub fn end(&self) {
+        self.end.notify_one();
     }
 
     pub fn socket(&self) -> PathBuf {

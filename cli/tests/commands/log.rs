@@ -276,6 +276,38 @@ fn the_log_is_followed() {
     following.end();
 }
 
+/// The monitor ends in order, or is killed.
+#[test]
+fn a_guest_that_ends_ends_its_streams() {
+    for is_killed in [false, true] {
+        let lab = Lab::with(&[TestKey::new("alpha", 1)]);
+        let rings = GuestRings::new(&lab.guest);
+        rings.found_by(&lab.registry);
+        rings.log().print(6, "a line");
+        rings.write(|writer| writer.event(0, 1000, &numbered(0)));
+        let mut log = lab.follow(&["guest", "log", "--follow"]);
+        let mut events = lab.follow(&["trace", "tail", "--buffered"]);
+        assert!(log.line().ends_with("a line"));
+        assert!(events.line().contains("test:numbered"));
+        let reason = match is_killed {
+            false => {
+                lab.end();
+                "the guest is served here no longer: the monitor ends"
+            }
+            true => {
+                drop(lab);
+                "patchbay: "
+            }
+        };
+        for stream in [log, events] {
+            let (rest, said, code) = stream.output();
+            assert_eq!((rest.as_str(), code), ("", Some(1)), "{said}");
+            let last = said.lines().last().unwrap_or_default();
+            assert!(last.contains(reason), "{is_killed}: {said}");
+        }
+    }
+}
+
 #[test]
 fn a_stream_ends_at_its_timeout() {
     let (lab, _log) = lab();

@@ -143,9 +143,11 @@ fn a_recording_that_is_refused_leaves_the_files_alone() {
 /// name, and fields.
 type Shown = (u64, u64, u64, String, String);
 
-/// Returns the events of a file as trace-cmd shows them, with the losses of each CPU before each;
-/// `None` without trace-cmd.
-fn report(file: &Path) -> Option<(Vec<Shown>, Vec<(u64, u64)>)> {
+/// The events of a file as trace-cmd shows them, and each loss with its CPU and its number of events.
+type Report = (Vec<Shown>, Vec<(u64, u64)>);
+
+/// Returns what trace-cmd shows of a file; `None` without trace-cmd.
+fn report(file: &Path) -> Option<Report> {
     let mut command = Command::new("trace-cmd");
     let output = command.args(["report", "-t", "-R", "-i"]).arg(file);
     let output = match output.output() {
@@ -340,6 +342,46 @@ fn the_ring_buffer_is_counted_in_memory_without_an_agent() {
     let agent = ["--source", "agent", "--instance", "boot"];
     let said = lab.fails(2, &[&stat, &agent[..]].concat());
     assert!(said.contains("instance"), "{said}");
+}
+
+/// A process in the guest has mapped the ring of a CPU and takes its events.
+#[test]
+fn a_ring_that_user_space_has_mapped_is_read_and_counted() {
+    let lab = Lab::with(&[TestKey::new("alpha", 1)]);
+    let rings = GuestRings::new(&lab.guest);
+    rings.found_by(&lab.registry);
+    rings.write(|writer| {
+        (0..2000).for_each(|number| writer.event(1, number, &numbered(number)));
+        for _ in 0..3 {
+            assert!(writer.consume_mapped(1));
+        }
+    });
+    let counted = lab.json(&["trace", "stat", "--interval", "1ms", "--source", "memory"]);
+    let number = |value: &Value| value.as_u64().expect("a number");
+    let taken = number(&counted["ring"]["consumed_events"]);
+    let gone = taken + number(&counted["overwritten_events"]);
+    let held = number(&counted["buffered_events"]);
+    assert!(taken > 0 && held > 0, "{counted}");
+    assert_eq!(
+        (held + gone, number(&counted["ring"]["written_events"])),
+        (2000, 2000)
+    );
+
+    let held = held.to_string();
+    let tail = ["trace", "tail", "--buffered", "-o", "json", "-n", &held];
+    let shown = lab.ok(&tail);
+    let lines = shown.lines().map(serde_json::from_str);
+    let lines: Vec<Value> = lines.collect::<Result<_, _>>().expect("JSON");
+    let damaged = lines
+        .iter()
+        .filter_map(|line| line["lost"]["malformed"].as_u64());
+    assert_eq!(damaged.sum::<u64>(), 0, "{shown}");
+    let numbers = lines
+        .iter()
+        .filter_map(|line| line["fields"]["number"].as_u64());
+    assert!(numbers.eq(gone..2000), "{gone}: {shown}");
+    let armed = lab.run(&["trace", "events", "--armed"]);
+    assert!(armed.status.success(), "{armed:?}");
 }
 
 /// Checks that only `--armed` lists the instances that have enabled an event.

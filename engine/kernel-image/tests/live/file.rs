@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use patchbay_kernel_image::live::{DebugFile, DebugFileError, FileUse, Finder, Kernel, Way};
+use patchbay_kernel_image::live::{DebugFile, DebugFileError, FileUse, Finder, Kernel, Log, Way};
 
 use crate::craft_btf;
 use crate::craft_dwarf::dwarf;
@@ -70,6 +70,44 @@ fn data_symbols_come_from_a_file() {
         };
         assert_eq!(used, only);
         assert!(kernel.evidence.missing_gates.is_empty());
+    }
+}
+
+/// The log, the words of the state and the tasks are the same with the symbols or types of a file
+/// as with those of the kernel. The crafted kernel has no tracing.
+#[test]
+fn the_log_is_found_by_a_file() {
+    let whole = guest();
+    let log = |finder: &mut Finder, guest: &CraftedGuest| {
+        let log = finder.find_log(guest, &guest.cpus, Way::Image);
+        log.map_err(|error| error.to_string())
+    };
+    let expected = log(&mut Finder::default(), &whole).unwrap();
+    assert!(expected.tasks.is_ok() && expected.state.panic.is_some());
+
+    let without_symbols = guest_without_data_symbols();
+    let map = system_map(&symbols(&without_symbols));
+    let without_types = guest_without("__start_BTF");
+    let mut named = symbols(&without_types);
+    named.retain(|(_, name)| !name.ends_with("_BTF"));
+    let stop = without_types.symbol("__stop_BTF") - SLIDE;
+    named.push((stop, "D__stop_BTF".to_owned()));
+    let types = vmlinux(&named, BUILD, &[(".BTF", &btf())]);
+    for (guest, file, describes) in [
+        (without_symbols, map, "kernel's BTF"),
+        (without_types, types, "debug file"),
+    ] {
+        log(&mut Finder::default(), &guest).unwrap_err();
+        let mut finder = Finder::new(Some(parse(&file).unwrap().into()));
+        let found = log(&mut finder, &guest).unwrap();
+        assert_eq!(log(&mut finder, &guest).unwrap(), found, "again");
+        let why = found.trace.clone().unwrap_err();
+        assert!(
+            why.contains(describes) && why.contains("struct trace_array"),
+            "{why}"
+        );
+        let trace = expected.trace.clone();
+        assert_eq!(Log { trace, ..found }, expected);
     }
 }
 
