@@ -26,8 +26,8 @@ use crate::view::{Details, GuestDetails, Hold, ListedKey, Task};
 /// instances, and the number and size of its events and records. `patchbayd` keeps no file of more
 /// than 64 MiB.
 const MAX_BYTES: usize = 48 << 20;
-/// The maximum number of bytes of the log's records among these. A panic is at the end, so the oldest
-/// records are left out.
+/// The maximum number of bytes of the log's records among these. A panic is at the end, so the
+/// oldest records are left out.
 const MAX_LOG_BYTES: usize = 32 << 20;
 /// The maximum number of blanks by which a line of an item is indented further within the whole.
 const INDENT: usize = 8;

@@ -143,7 +143,8 @@ fn a_recording_that_is_refused_leaves_the_files_alone() {
 /// name, and fields.
 type Shown = (u64, u64, u64, String, String);
 
-/// The events of a file as trace-cmd shows them, and each loss with its CPU and its number of events.
+/// The events of a file as trace-cmd shows them, and each loss with its CPU and its number of
+/// events.
 type Report = (Vec<Shown>, Vec<(u64, u64)>);
 
 /// Returns what trace-cmd shows of a file; `None` without trace-cmd.

@@ -38,8 +38,8 @@ const MAX_CPUS: u64 = 8192;
 const MAX_COPIES: usize = 4;
 
 /// The maximum number of reads, and of bytes in them, as in a poll of the rings. They suffice for
-/// [`MAX_CPUS`] that are all online: 6 reads each, and 4 more for each time that one of them switches
-/// tasks during the copy.
+/// [`MAX_CPUS`] that are all online: 6 reads each, and 4 more for each time that one of them
+/// switches tasks during the copy.
 const MAX_READS: usize = 1 << 16;
 const MAX_BYTES: usize = 4 << 20;
 
