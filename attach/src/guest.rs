@@ -380,8 +380,12 @@ impl PausedGuest for Paused<'_> {
     }
 
     fn begin_writes(&self) -> Result<(), String> {
-        let (status, migration) = self.look(true)?;
-        let is_other = !migration.has_same_slots(&self.migration.borrow());
+        // QEMU's answer comes after the event of a reset or of a stop by another client that
+        // preceded the freeze. It also shows a background snapshot that began before the freeze,
+        // and that changes no memory slot.
+        let state = self.guest.monitor.state(LOOK);
+        let (status, migration) = state.map_err(|error| error.to_string())?;
+        let is_other = migration != *self.migration.borrow();
         if is_other || migration.is_under_way() || !self.is_here(&status) {
             return Err(moved(&status, &migration));
         }
@@ -392,7 +396,7 @@ impl PausedGuest for Paused<'_> {
     }
 
     fn check_writes(&self) -> Result<(), String> {
-        let (status, migration) = self.look(false)?;
+        let (status, migration) = self.look()?;
         if migration == *self.migration.borrow() && self.is_here(&status) {
             return Ok(());
         }
@@ -441,13 +445,13 @@ impl PausedGuest for Paused<'_> {
 }
 
 impl Paused<'_> {
-    /// Returns the guest's run state and the report of the last migration. `begins` is set before
-    /// the first write: QEMU's answer then comes after the event of a reset or of a stop by another
-    /// client that preceded the freeze. While the vCPUs are frozen, neither can take effect.
-    fn look(&self, begins: bool) -> Result<(String, Migration), String> {
+    /// Returns the guest's run state and the report of the last migration, after the check before
+    /// the first write. While the vCPUs are frozen, neither a reset nor another client's stop takes
+    /// effect.
+    fn look(&self) -> Result<(String, Migration), String> {
         let monitor = &self.guest.monitor;
         let state = match self.way {
-            Some(Way::Frozen(..)) => monitor.frozen_state(&self.migration.borrow(), begins, LOOK),
+            Some(Way::Frozen(..)) => monitor.frozen_state(&self.migration.borrow(), LOOK),
             _ => monitor.state(LOOK),
         };
         state.map_err(|error| error.to_string())

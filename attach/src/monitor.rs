@@ -323,29 +323,23 @@ impl Monitor {
         Ok((status, self.report(migration?)?))
     }
 
-    /// Returns what [`Self::state`] returns, for a guest whose vCPUs are frozen, given the report
-    /// from the beginning of the stop. If the host's kernel is read, QEMU is asked only for its run
-    /// state, and only if `asks` is set: QEMU can copy no page without a change of a slot.
+    /// Returns what [`Self::state`] returns, for a guest whose vCPUs have stayed frozen since
+    /// [`Self::state`] returned `before`. If the host's kernel is read, QEMU is not asked again. A
+    /// migration that has begun meanwhile changes a slot, because it turns the dirty log on before
+    /// it copies a page. A background snapshot turns no dirty log on, but first stops the vCPUs,
+    /// and waits for them as long as they are frozen.
     ///
     /// # Errors
     /// [`QmpError`].
     pub fn frozen_state(
         &self,
         before: &Migration,
-        asks: bool,
         patience: Duration,
     ) -> Result<(String, Migration), QmpError> {
-        let Some(host) = &self.host else {
-            return self.state(patience);
-        };
-        let status = match asks && !self.is_host() {
-            true => {
-                let answer = self.execute("query-status", Value::Null, patience)?;
-                string(&answer, "query-status", "status")?
-            }
-            false => "running".to_owned(),
-        };
-        Ok((status, before.with(host.slots()?)))
+        match &self.host {
+            Some(host) => Ok(("running".to_owned(), before.with(host.slots()?))),
+            None => self.state(patience),
+        }
     }
 
     /// Adds the state of the memory slots to QEMU's report.

@@ -162,6 +162,11 @@ fn a_migration_that_qemu_denies() {
 }
 
 #[test]
+fn a_background_snapshot_that_begins_before_a_freeze() {
+    support::kernel::background_snapshot();
+}
+
+#[test]
 fn registers_of_a_paused_guest() {
     support::kernel::registers_of_a_paused_guest();
 }

@@ -83,7 +83,7 @@ fn is_text(command: &str) -> bool {
 
 /// Checks that the memory of a guest with memory on both sides of the hole below 4 GiB, and with a
 /// DIMM, is that of the kernel's slots, that no text of QEMU is read, and that QEMU is asked only
-/// one question while the guest is stopped.
+/// once while the guest is stopped, for its run state and its migration.
 pub fn same_map() {
     if !readable() {
         return;
@@ -125,7 +125,7 @@ pub fn same_map() {
     let before = ["query-status", "query-migrate", "query-cpus-fast"];
     assert_eq!(relay.commands(), before);
     begun(&paused).expect("it runs");
-    assert_eq!(relay.commands(), ["query-status"]);
+    assert_eq!(relay.commands(), ["query-status", "query-migrate"]);
     for address in [SCRATCH, 4 << 30, dimm] {
         guest.ram().write(address, &AFTER).expect("RAM");
     }
@@ -155,6 +155,60 @@ pub fn denied_migration() {
     qemu.runs(&guest);
     qemu.other("migrate_cancel", Value::Null);
     until("the log is off", || guest.pause(DEADLINE).is_ok());
+}
+
+/// Checks that nothing is changed if a background snapshot begins between QEMU's answers and the
+/// freeze. It turns no dirty log on, and copies pages while the vCPUs are frozen.
+pub fn background_snapshot() {
+    if !readable() {
+        return;
+    }
+    let Some(qemu) = Qemu::start(Accelerator::Kvm, Memory::Private) else {
+        return;
+    };
+    let qemu = Arc::new(qemu);
+    let capability = json!([{ "capability": "background-snapshot", "state": true }]);
+    let capability = json!({ "capabilities": capability });
+    if let Err(error) = qemu.try_other("migrate-set-capabilities", capability) {
+        eprintln!("SKIPPED: QEMU makes no background snapshots here ({error})");
+        return;
+    }
+    qemu.other("migrate-set-parameters", json!({ "max-bandwidth": 4096 }));
+    let (relay, _folder) = relay_to(&qemu);
+    let guest = relay.attach(&qemu, PauseWay::Freeze);
+    announce(&guest, BEFORE, AFTER);
+    let snapshots = Arc::clone(&qemu);
+    relay.before_vcpus(move || {
+        snapshots.other("migrate", json!({ "uri": "exec:cat > /dev/null" }));
+        until("the snapshot copies pages", || {
+            let migration = snapshots.other("query-migrate", Value::Null);
+            let status = snapshots.other("query-status", Value::Null);
+            assert_ne!(migration["status"], "failed", "{migration}");
+            migration["status"] == "active" && status["status"] == "running"
+        });
+    });
+    let paused = guest.pause(DEADLINE).expect("no slot has changed");
+    let error = begun(&paused).expect_err("a snapshot is being made");
+    assert!(error.contains("migration \"active\""), "{error}");
+    drop(paused);
+    let error = guest.pause(DEADLINE).expect_err("the same").to_string();
+    assert!(error.contains("in progress"), "{error}");
+    qemu.other("migrate_cancel", Value::Null);
+    until("the snapshot ends", || guest.pause(DEADLINE).is_ok());
+
+    // A snapshot that has already ended is noticed by the other answer.
+    announce(&guest, BEFORE, AFTER);
+    let paused = guest.pause(DEADLINE).expect("stopped");
+    relay.lie(
+        "query-migrate",
+        Value::Null,
+        json!({ "status": "completed" }),
+    );
+    let error = begun(&paused).expect_err("another answer");
+    assert!(error.contains("migration \"completed\""), "{error}");
+    drop(paused);
+    relay.tell_the_truth();
+    qemu.runs(&guest);
 }
 
 /// Checks that the registers of a guest that another client has paused are unknown until it runs.

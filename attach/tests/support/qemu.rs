@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::memory::Access;
-use patchbay_attach::qmp::Qmp;
+use patchbay_attach::qmp::{Qmp, QmpError};
 use patchbay_attach::{Options, PauseWay, Target, attach};
 use patchbay_service::keys::Keys;
 use serde_json::Value;
@@ -204,9 +204,14 @@ impl Qemu {
 
     /// Carries out a command as another client.
     pub fn other(&self, command: &str, arguments: Value) -> Value {
+        self.try_other(command, arguments).expect(command)
+    }
+
+    /// Carries out a command that QEMU may refuse as another client.
+    pub fn try_other(&self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let qmp = Qmp::connect(&self.socket("other"), DEADLINE, Box::new(|_| ()))
             .expect("a second monitor");
-        qmp.execute(command, arguments, DEADLINE).expect(command)
+        qmp.execute(command, arguments, DEADLINE)
     }
 }
 
