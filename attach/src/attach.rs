@@ -20,7 +20,7 @@ use crate::libvirt::{self, Domain};
 use crate::life::{End, Life};
 use crate::lock::Lock;
 use crate::memory::{Access, AttachedRam};
-use crate::monitor::{Connection, Emulated, Monitor};
+use crate::monitor::{Connection, Emulated, MAP_PATIENCE, Monitor};
 use crate::process::Process;
 use crate::qmp::{Event, EventListener, Peer, Qmp, QmpError};
 use crate::watchdog::{Watchdog, Way};
@@ -132,8 +132,11 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
         Access::Auto if monitor.is_host() => Access::Process,
         access => access,
     };
-    let memory = AttachedRam::open(&process, monitor.ram()?, access, |address| {
-        monitor.host_address(&(address..address + 1), PATIENCE)
+    let deadline = Instant::now() + MAP_PATIENCE;
+    let ranges = monitor.ram(deadline)?;
+    let memory = AttachedRam::open(&process, ranges, access, |address| {
+        let left = deadline.saturating_duration_since(Instant::now());
+        monitor.host_address(&(address..address + 1), left)
     })?;
     let memory = Arc::new(memory);
     let pauser = pauser(options, &monitor, &threads.distinct(), point)?;

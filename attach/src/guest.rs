@@ -19,7 +19,7 @@ use static_keys::{GateWord, Write};
 
 use crate::events::Events;
 use crate::freeze::{FreezeError, Frozen, Point, freeze};
-use crate::hotplug::Watch;
+use crate::hotplug::{Watch, lock_within};
 use crate::identity::{self, Threads};
 use crate::life::Life;
 use crate::lock::Lock;
@@ -544,7 +544,7 @@ impl Guest for QemuGuest {
             return Err(PauseError::AlreadyPaused);
         }
         let stop = || {
-            let watch = self.watch.lock().unwrap_or_else(PoisonError::into_inner);
+            let watch = lock_within(&self.watch, PATIENCE)?;
             let migration = self.check()?;
             let began = Instant::now();
             let way = match &self.pauser {

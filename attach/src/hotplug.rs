@@ -13,18 +13,21 @@
 //! of any other device, such as virtio-mem or ivshmem, can be removed by the monitor alone, so it
 //! is only read unless it is shared.
 
-use std::sync::TryLockError;
+use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
 use patchbay_guest::limited;
+use patchbay_guest::pause::PauseError;
 
 use crate::error::AttachError;
-use crate::guest::QemuGuest;
-use crate::monitor::PATIENCE;
+use crate::guest::{QemuGuest, unable};
+use crate::monitor::MAP_PATIENCE;
 
 /// Minimum time between two reads of the memory map that are caused only by accesses to missing
 /// memory. A guest can cause such accesses at any rate, because its tables may contain any address.
 const REST: Duration = Duration::from_secs(1);
+/// Time between two attempts of a pause to take the lock.
+const POLL: Duration = Duration::from_millis(1);
 
 /// Records when the memory map was read. Its lock is held during a stop, so that the regions do not
 /// change, and while registers are read, so that no stop begins in that time.
@@ -69,9 +72,58 @@ impl QemuGuest {
     }
 
     fn update_memory(&self) -> Result<bool, AttachError> {
-        let ranges = self.monitor.ram()?;
+        let deadline = Instant::now() + MAP_PATIENCE;
+        let ranges = self.monitor.ram(deadline)?;
         self.memory.update(&self.process, ranges, |address| {
-            self.monitor.host_address(&(address..address + 1), PATIENCE)
+            let left = deadline.saturating_duration_since(Instant::now());
+            self.monitor.host_address(&(address..address + 1), left)
         })
+    }
+}
+
+/// Takes the lock for a pause. Waits at most `patience`, because the monitor decides how long a
+/// read of the memory map or of the registers takes.
+///
+/// # Errors
+/// [`PauseError::Unable`].
+pub(crate) fn lock_within(
+    watch: &Mutex<Watch>,
+    patience: Duration,
+) -> Result<MutexGuard<'_, Watch>, PauseError> {
+    let deadline = Instant::now() + patience;
+    loop {
+        match watch.try_lock() {
+            Ok(watch) => return Ok(watch),
+            Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) if Instant::now() < deadline => {
+                std::thread::sleep(POLL);
+            }
+            Err(TryLockError::WouldBlock) => {
+                return Err(unable(format!(
+                    "the map of the guest's memory or the registers are still being read after {patience:?}, so the guest is not stopped; \
+                     try again, and see whether its monitor hangs"
+                )));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::monitor::PATIENCE;
+
+    #[test]
+    fn a_pause_does_not_wait_for_the_map_without_limit() {
+        let watch = Mutex::new(Watch::default());
+        let held = watch.lock().expect("no panic");
+        let error = lock_within(&watch, Duration::ZERO).expect_err("held");
+        assert!(error.to_string().contains("being read"), "{error}");
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| lock_within(&watch, PATIENCE).map(drop));
+            drop(held);
+            let locked = waiting.join().expect("no panic");
+            locked.expect("it is released in time");
+        });
     }
 }

@@ -10,17 +10,22 @@
 //! Any other memory, such as that of a display or of ivshmem, belongs to a device.
 
 use std::ops::Range;
+use std::time::Instant;
 
 use serde_json::{Value, json};
 
-use crate::flat_view::Removal;
-use crate::monitor::{Connection, PATIENCE, unexpected};
-use crate::qmp::QmpError;
+use crate::error::AttachError;
+use crate::flat_view::{MAX_RANGES, Removal};
+use crate::monitor::{Connection, unexpected};
 
 /// The object whose children are the memory regions without an owner.
 const UNATTACHED: &str = "/machine/unattached";
 /// The names of the regions of the machine's own RAM, before the index in brackets.
 const OWN: [&str; 2] = ["ram-below-4g", "ram-above-4g"];
+
+/// The maximum number of regions of the machine's own RAM. QEMU has two, and two questions are
+/// asked about each.
+const MAX_OWN: usize = 64;
 
 /// The memory of QEMU's machine.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -31,13 +36,14 @@ pub(crate) struct Places {
 }
 
 impl Places {
-    /// Asks QEMU.
+    /// Asks QEMU, which must answer all questions before the deadline.
     ///
     /// # Errors
-    /// [`QmpError`].
-    pub(crate) fn ask(connection: &Connection) -> Result<Self, QmpError> {
+    /// [`AttachError`].
+    pub(crate) fn ask(connection: &Connection, deadline: Instant) -> Result<Self, AttachError> {
         let execute = |command: &str, arguments: Value| {
-            let answer = connection.execute(command, arguments, PATIENCE);
+            let left = deadline.saturating_duration_since(Instant::now());
+            let answer = connection.execute(command, arguments, left);
             answer.map(|answer| (command.to_owned(), answer))
         };
         let list = |(command, answer): (String, Value)| match answer {
@@ -45,11 +51,11 @@ impl Places {
             _ => Err(unexpected(&command, "a list")),
         };
         let mut places = Self::default();
-        for child in list(execute("qom-list", json!({ "path": UNATTACHED }))?)? {
-            let name = child["name"].as_str().unwrap_or_default();
-            if !is_own(name) {
-                continue;
-            }
+        let children = list(execute("qom-list", json!({ "path": UNATTACHED }))?)?;
+        let names = children.iter().filter_map(|child| child["name"].as_str());
+        let own: Vec<&str> = names.filter(|name| is_own(name)).collect();
+        limit(own.len(), MAX_OWN, "regions of the machine's own RAM")?;
+        for name in own {
             let number = |property: &str| {
                 let path = format!("{UNATTACHED}/{name}");
                 let arguments = json!({ "path": path, "property": property });
@@ -61,9 +67,9 @@ impl Places {
             let (start, size) = (number("addr")?, number("size")?);
             places.own.push(start..start.saturating_add(size));
         }
-        for device in list(execute("query-memory-devices", Value::Null)?)? {
-            places.devices.extend(place_of(&device));
-        }
+        let devices = list(execute("query-memory-devices", Value::Null)?)?;
+        limit(devices.len(), MAX_RANGES, "memory devices")?;
+        places.devices.extend(devices.iter().filter_map(place_of));
         Ok(places)
     }
 
@@ -79,6 +85,15 @@ impl Places {
         let device = devices.find(|(place, _)| contains(place));
         let unknown = self.own.is_empty().then_some(Removal::ByMonitor);
         device.map(|(_, removal)| *removal).or(unknown)
+    }
+}
+
+fn limit(count: usize, most: usize, what: &str) -> Result<(), AttachError> {
+    match count <= most {
+        true => Ok(()),
+        false => Err(AttachError::Refused(format!(
+            "QEMU says that the guest has {count} {what}, and no more than {most} are supported; check which process listens on its QMP socket"
+        ))),
     }
 }
 
@@ -103,14 +118,27 @@ fn place_of(device: &Value) -> Option<(Range<u64>, Removal)> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
-    use crate::qmp::Qmp;
+    use crate::monitor::PATIENCE;
     use crate::qmp::fake::Fake;
+    use crate::qmp::{Qmp, QmpError};
 
     const GIB: u64 = 1 << 30;
 
     /// Asks a QEMU that has these memory regions and memory devices.
-    fn ask(regions: Value, devices: Value) -> Result<Places, QmpError> {
+    fn ask(regions: Value, devices: Value) -> Result<Places, AttachError> {
+        ask_within(PATIENCE, Duration::ZERO, regions, devices)
+    }
+
+    /// Asks a QEMU that takes `each` to answer a question, and waits `patience` for all answers.
+    fn ask_within(
+        patience: Duration,
+        each: Duration,
+        regions: Value,
+        devices: Value,
+    ) -> Result<Places, AttachError> {
         let fake = Fake::new(move |mut session| {
             session.greet();
             while let Some(command) = session.next() {
@@ -128,11 +156,20 @@ mod tests {
                     }
                     _ => devices.clone(),
                 };
+                std::thread::sleep(each);
                 session.say(&json!({ "return": answer, "id": command["id"] }).to_string());
             }
         });
         let qmp = Qmp::connect(&fake.path(), PATIENCE, Box::new(|_| ())).expect("a monitor");
-        Places::ask(&Connection::Socket(qmp))
+        Places::ask(&Connection::Socket(qmp), Instant::now() + patience)
+    }
+
+    /// Returns `count` regions of the machine's own RAM.
+    fn regions(count: usize) -> Value {
+        let region = json!({ "addr": 0, "size": GIB });
+        let name = |number| format!("ram-below-4g[{number}]");
+        let regions = (0..count).map(|number| (name(number), region.clone()));
+        Value::Object(regions.collect())
     }
 
     #[test]
@@ -188,5 +225,30 @@ mod tests {
         ] {
             ask(regions, devices).expect_err("nonsense");
         }
+    }
+
+    #[test]
+    fn the_number_of_regions_and_devices_is_limited() {
+        let device = json!({ "type": "dimm", "data": { "addr": GIB, "size": GIB } });
+        let devices = |count: usize| json!(vec![device.clone(); count]);
+        let most = ask(regions(MAX_OWN), devices(MAX_RANGES)).expect("as many as are supported");
+        assert_eq!((most.own.len(), most.devices.len()), (MAX_OWN, MAX_RANGES));
+        for (regions, devices, expected) in [
+            (regions(MAX_OWN + 1), devices(0), "65 regions"),
+            (regions(1), devices(MAX_RANGES + 1), "1025 memory devices"),
+        ] {
+            let error = ask(regions, devices).expect_err("too many").to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn all_questions_have_one_deadline() {
+        // Each answer comes in time, and all of them together do not.
+        let (patience, each) = (Duration::from_millis(200), Duration::from_millis(20));
+        let asked = ask_within(patience, each, regions(MAX_OWN), json!([]));
+        let error = asked.expect_err("too slow");
+        let is_late = matches!(&error, AttachError::Monitor(QmpError::TimedOut { .. }));
+        assert!(is_late, "{error}");
     }
 }

@@ -31,6 +31,8 @@ use crate::registers::{Registers, Requested, Vcpus};
 
 /// Timeout for an answer that needs only QEMU's main loop.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
+/// Timeout for a read of the whole map of the guest's memory, which asks QEMU several questions.
+pub(crate) const MAP_PATIENCE: Duration = Duration::from_secs(10);
 /// The status of a migration that only KVM's dirty log shows.
 const LOGGED: &str = "dirty logging";
 
@@ -454,18 +456,18 @@ impl Monitor {
         Ok(None)
     }
 
-    /// Returns the guest's RAM.
+    /// Returns the guest's RAM. QEMU must answer all questions before the deadline.
     ///
     /// # Errors
     /// [`AttachError`].
-    pub fn ram(&self) -> Result<Vec<RamRange>, AttachError> {
+    pub fn ram(&self, deadline: Instant) -> Result<Vec<RamRange>, AttachError> {
         if let (Connection::None, Some(host)) = (&self.connection, &self.host) {
             // Each stop confirms that KVM still has the slot. Each change confirms that no slot has
             // changed during the change.
             return host.ram(|_| Some(Removal::ByVcpu));
         }
         // A device that is plugged in after this answer is missing or is left out, which is safe.
-        let places = Places::ask(&self.connection)?;
+        let places = Places::ask(&self.connection, deadline)?;
         if let Some(host) = &self.host {
             return host.ram(|addresses| match places.removal(addresses) {
                 // Each stop confirms that KVM still has the slot.
@@ -473,8 +475,9 @@ impl Monitor {
                 removal => removal,
             });
         }
-        let view = self.text("info mtree -f", PATIENCE)?;
-        let answer = self.query("query-memdev")?;
+        let left = || deadline.saturating_duration_since(Instant::now());
+        let view = self.text("info mtree -f", left())?;
+        let answer = self.execute("query-memdev", Value::Null, left())?;
         let backends = answer
             .as_array()
             .ok_or_else(|| unexpected("query-memdev", "a list"))?;

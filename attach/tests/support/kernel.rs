@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::process::Command;
 use std::sync::Arc;
+use std::time::Instant;
 
 use patchbay_attach::flat_view::Removal;
 use patchbay_attach::guest::QemuGuest;
@@ -101,7 +102,8 @@ pub fn same_map() {
     let host = Host::open(&Arc::new(process), Logging::Refuse).expect("a guest");
     let kernels = host.ram(|_| Some(Removal::ByVcpu)).expect("slots");
     let addresses = |range: &Range<u64>| host.host_address(range).expect("a slot");
-    let ram = guest.monitor().ram().expect("slots");
+    let ram = guest.monitor().ram(Instant::now() + DEADLINE);
+    let ram = ram.expect("slots");
     let slots: Vec<&Range<u64>> = kernels.iter().map(|range| &range.addresses).collect();
     for range in &ram {
         assert!(slots.contains(&&range.addresses), "{range:x?}");

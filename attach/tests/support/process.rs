@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvm_ioctls::Kvm;
 use patchbay_attach::flat_view::{RamRange, Removal};
@@ -67,7 +67,7 @@ pub fn same_map() {
     let monitor = tcg::believed(&qemu);
     let process = Arc::new(process::Process::open(qemu.child.id()).expect("it runs"));
     let host = Host::open(&process, Logging::Refuse).expect("a guest");
-    let theirs = monitor.ram().expect("QEMU's map");
+    let theirs = monitor.ram(Instant::now() + DEADLINE).expect("QEMU's map");
     let mut pages = 0;
     for range in &theirs {
         let last = range.addresses.end - 4096;
