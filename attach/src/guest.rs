@@ -564,8 +564,9 @@ impl Guest for QemuGuest {
                     self.watchdog().disarm();
                 }
             })?;
-            self.memory.confirm(&self.process, |range| {
-                let left = CONFIRM.saturating_sub(confirming.elapsed());
+            let deadline = confirming + CONFIRM;
+            self.memory.confirm(&self.process, deadline, |range| {
+                let left = deadline.saturating_duration_since(Instant::now());
                 self.monitor.host_address(range, left)
             });
             stop_time += confirming.elapsed();

@@ -10,14 +10,14 @@
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use patchbay_host_kernel::{HostKernel, Kind, Monitor, Refusal, Slot, Vm, WalkError};
 
 use crate::error::AttachError;
 use crate::flat_view::{MAX_RANGES, RamRange, Removal};
 use crate::kvm::VM;
-use crate::process::Process;
+use crate::process::{Mappings, Process};
 use crate::qmp::QmpError;
 
 /// The maximum number of descriptors of VMs that are read.
@@ -290,50 +290,20 @@ impl Host {
     /// `None`.
     ///
     /// # Errors
-    /// The VM has been closed, the dirty log of its largest slot is on, or it has more memory than
-    /// the host.
+    /// The VM has been closed, the dirty log of its largest slot is on, it has more slots than are
+    /// supported or more memory than the host, or the monitor's mappings were not read before the
+    /// deadline.
     pub fn ram(
         &self,
+        deadline: Instant,
         removal: impl Fn(&Range<u64>) -> Option<Removal>,
     ) -> Result<Vec<RamRange>, AttachError> {
         let mut state = self.look(false).map_err(|error| unseen(&error))?;
         if let Some(refusal) = refusal(&state.vm, self.logging) {
             return Err(AttachError::Refused(why(refusal)));
         }
-        let is_ram = |slot: &&Slot| {
-            let mapping = self.process.mapping(slot.process_address, slot.bytes);
-            !mapping.is_ok_and(|mapping| is_device(&mapping.path))
-        };
-        let slots: Vec<&Slot> = state.vm.ram().filter(is_ram).collect();
-        let is_logged = |slot: &Slot| logs(&state.vm, slot, self.logging);
-        let largest = slots.iter().max_by_key(|slot| slot.bytes);
-        let all_logged = largest.is_some_and(|slot| is_logged(slot));
-        if all_logged && self.logging == Logging::Refuse {
-            return Err(AttachError::Refused(why(Refusal::DirtyLogging)));
-        }
-        // During a migration the log does not tell the memory of a display from RAM.
-        let is_used = |slot: &&Slot| match all_logged {
-            true => state.used.is_empty() || overlaps(slot, &state.used),
-            false => !is_logged(slot),
-        };
-        let used = slots.into_iter().filter(is_used);
-        let ranges: Vec<RamRange> = used
-            .filter_map(|slot| {
-                let addresses = addresses(slot);
-                let removal = removal(&addresses)?;
-                Some(RamRange {
-                    addresses,
-                    backend: format!("at {:#x}", slot.process_address),
-                    offset: 0,
-                    removal,
-                })
-            })
-            .collect();
-        if ranges.len() > MAX_RANGES {
-            return Err(AttachError::Refused(format!(
-                "the guest's RAM lies in more than {MAX_RANGES} memory slots"
-            )));
-        }
+        let mappings = |addresses| self.process.mappings(addresses, deadline);
+        let ranges = ram_of(&state.vm, &state.used, self.logging, removal, mappings)?;
         let bytes = ranges.iter().fold(0_u64, |sum, range| {
             sum.saturating_add(range.addresses.end - range.addresses.start)
         });
@@ -364,6 +334,51 @@ impl Host {
             ))
         })
     }
+}
+
+/// Returns the RAM of a VM, of which `used` is already used. `mappings` reads the process's mappings
+/// at these addresses. It is called once, for a limited number of slots, because a monitor may have
+/// tens of thousands of slots and of mappings.
+fn ram_of(
+    vm: &Vm,
+    used: &[Range<u64>],
+    logging: Logging,
+    removal: impl Fn(&Range<u64>) -> Option<Removal>,
+    mappings: impl FnOnce(Vec<u64>) -> Result<Mappings, AttachError>,
+) -> Result<Vec<RamRange>, AttachError> {
+    let removable = vm.ram().filter_map(|slot| {
+        let removal = removal(&addresses(slot))?;
+        Some((slot, removal))
+    });
+    let mut slots: Vec<(&Slot, Removal)> = removable.take(MAX_RANGES + 1).collect();
+    if slots.len() > MAX_RANGES {
+        return Err(AttachError::Refused(format!(
+            "the guest's RAM lies in more than {MAX_RANGES} memory slots"
+        )));
+    }
+    let places = slots.iter().map(|(slot, _)| slot.process_address);
+    let mappings = mappings(places.collect())?;
+    slots.retain(|(slot, _)| {
+        let mapping = mappings.at(slot.process_address, slot.bytes);
+        !mapping.is_ok_and(|mapping| is_device(&mapping.path))
+    });
+    let largest = vm.ram().max_by_key(|slot| slot.bytes);
+    let all_logged = largest.is_some_and(|slot| logs(vm, slot, logging));
+    if all_logged && logging == Logging::Refuse {
+        return Err(AttachError::Refused(why(Refusal::DirtyLogging)));
+    }
+    // During a migration the log does not tell the memory of a display from RAM.
+    slots.retain(|(slot, _)| match all_logged {
+        true => used.is_empty() || overlaps(slot, used),
+        false => !logs(vm, slot, logging),
+    });
+    let range = |(slot, removal): (&Slot, Removal)| RamRange {
+        addresses: addresses(slot),
+        backend: format!("at {:#x}", slot.process_address),
+        offset: 0,
+        removal,
+    };
+    Ok(slots.into_iter().map(range).collect())
 }
 
 /// Returns the process's descriptors of VMs.

@@ -74,10 +74,11 @@ impl QemuGuest {
     fn update_memory(&self) -> Result<bool, AttachError> {
         let deadline = Instant::now() + MAP_PATIENCE;
         let ranges = self.monitor.ram(deadline)?;
-        self.memory.update(&self.process, ranges, |address| {
-            let left = deadline.saturating_duration_since(Instant::now());
-            self.monitor.host_address(&(address..address + 1), left)
-        })
+        self.memory
+            .update(&self.process, ranges, deadline, |address| {
+                let left = deadline.saturating_duration_since(Instant::now());
+                self.monitor.host_address(&(address..address + 1), left)
+            })
     }
 }
 

@@ -25,6 +25,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::time::Instant;
 
 use patchbay_guest::memory::{Exchanged, Piece, Ram};
 use patchbay_memory::{OutsideMemory, PhysicalMemory};
@@ -61,7 +62,7 @@ pub struct AttachedRam {
 
 impl AttachedRam {
     /// Maps or opens the memory of a guest. `host_address` translates a guest-physical address to
-    /// one in the monitor's process.
+    /// one in the monitor's process. All is done before the deadline.
     ///
     /// # Errors
     /// [`AttachError`].
@@ -69,6 +70,7 @@ impl AttachedRam {
         process: &Process,
         ranges: Vec<RamRange>,
         access: Access,
+        deadline: Instant,
         host_address: impl Fn(u64) -> Result<u64, AttachError>,
     ) -> Result<Self, AttachError> {
         let memory = Self {
@@ -77,7 +79,7 @@ impl AttachedRam {
             changes: AtomicU64::new(0),
             doubted: AtomicBool::new(false),
         };
-        memory.update(process, ranges, host_address)?;
+        memory.update(process, ranges, deadline, host_address)?;
         Ok(memory)
     }
 
@@ -90,14 +92,19 @@ impl AttachedRam {
         &self,
         process: &Process,
         ranges: Vec<RamRange>,
+        deadline: Instant,
         host_address: impl Fn(u64) -> Result<u64, AttachError>,
     ) -> Result<bool, AttachError> {
         let known = self.regions().clone();
-        let mut host_memory = HostMemory::new(process, self.access, &known);
-        let mut next = self.changes().saturating_mul(MAX_RANGES as u64);
-        let mut regions = Vec::with_capacity(ranges.len());
+        let mut placed = Vec::with_capacity(ranges.len());
         for range in ranges {
-            let host = host_memory.find(&range, host_address(range.addresses.start)?)?;
+            let address = host_address(range.addresses.start)?;
+            placed.push((range, address));
+        }
+        let hosts = HostMemory::new(process, self.access, &known, deadline).find(&placed)?;
+        let mut next = self.changes().saturating_mul(MAX_RANGES as u64);
+        let mut regions = Vec::with_capacity(placed.len());
+        for ((range, _), host) in placed.into_iter().zip(hosts) {
             if let Some(same) = known.iter().find(|region| region.is(&range, &host)) {
                 regions.push(Arc::clone(same));
                 continue;
@@ -133,23 +140,34 @@ impl AttachedRam {
 
     /// Marks a removable region as gone unless the monitor confirms that it still has the region at
     /// the same address. `host_address` translates the first address of a guest-physical range, and
-    /// fails if the range is no longer contiguous in the monitor.
+    /// fails if the range is no longer contiguous in the monitor. After the deadline, nothing more
+    /// is confirmed, because the guest is stopped.
     pub fn confirm(
         &self,
         process: &Process,
+        deadline: Instant,
         host_address: impl Fn(&Range<u64>) -> Result<u64, AttachError>,
     ) {
+        let regions = self.regions();
         let mut answers = true;
-        for region in self.regions().iter() {
+        let mut addresses = Vec::new();
+        for region in regions.iter() {
             if !region.is_removable() || region.is_gone() {
                 continue;
             }
+            answers = answers && Instant::now() < deadline;
             let found = answers.then(|| host_address(&region.addresses));
-            // The guest is stopped, so a monitor that failed to answer is not asked about further
-            // regions.
+            // A monitor that failed to answer is not asked about further regions.
             answers = !matches!(found, None | Some(Err(AttachError::Monitor(_))));
-            let there = matches!(found, Some(Ok(address)) if region.is_still_at(address, process));
-            if !there {
+            addresses.push((region, found.and_then(Result::ok)));
+        }
+        let mapped = addresses.iter().filter(|(region, _)| region.is_mapped());
+        let mapped: Vec<u64> = mapped.filter_map(|(_, address)| *address).collect();
+        let mappings = (!mapped.is_empty()).then(|| process.mappings(mapped, deadline).ok());
+        let mappings = mappings.flatten();
+        for (region, address) in addresses {
+            let is_there = |address| region.is_still_at(address, mappings.as_ref());
+            if !address.is_some_and(is_there) {
                 region.set_gone();
                 self.doubt();
             }
@@ -295,6 +313,7 @@ mod tests {
 
     use super::*;
     use crate::flat_view::Removal;
+    use crate::process::READS;
     use crate::qmp::QmpError;
 
     const BASE: u64 = 0x10_0000;
@@ -331,7 +350,7 @@ mod tests {
         fn open(&self, access: Access) -> AttachedRam {
             let ranges = vec![range(BASE, SIZE, Removal::Never), dimm()];
             let host_address = |address| self.host_address(address);
-            AttachedRam::open(&self.process, ranges, access, host_address).expect("opened")
+            AttachedRam::open(&self.process, ranges, access, later(), host_address).expect("opened")
         }
     }
 
@@ -358,6 +377,10 @@ mod tests {
         range(DIMM, SIZE, Removal::ByVcpu)
     }
 
+    fn later() -> Instant {
+        Instant::now() + Duration::from_secs(60)
+    }
+
     fn silent(_: u64) -> Result<u64, AttachError> {
         Err(AttachError::Monitor(QmpError::TimedOut {
             command: "gpa2hva".to_owned(),
@@ -380,16 +403,16 @@ mod tests {
                 let first = range(DIMM, SIZE / 2, Removal::ByVcpu);
                 vec![range(BASE, SIZE, Removal::Never), first, second]
             };
-            let changed = memory.update(&monitor.process, ranges(), host_address);
+            let changed = memory.update(&monitor.process, ranges(), later(), host_address);
             assert!(changed.expect("taken over"));
             let base = memory.piece(BASE, 8).expect("RAM");
             let pieces = [DIMM, DIMM + SIZE / 2].map(|at| memory.piece(at, 8).expect("RAM"));
             let _ = memory.take_doubt();
-            memory.confirm(&monitor.process, |range| host_address(range.start));
+            memory.confirm(&monitor.process, later(), |range| host_address(range.start));
             assert!(pieces.iter().all(|piece| reads(&memory, *piece)));
             assert!(!memory.take_doubt());
             let asked = Cell::new(0);
-            memory.confirm(&monitor.process, |range| {
+            memory.confirm(&monitor.process, later(), |range| {
                 asked.set(asked.get() + 1);
                 silent(range.start)
             });
@@ -398,11 +421,48 @@ mod tests {
             assert!(reads(&memory, base), "nothing removes it");
             assert!(memory.take_doubt());
             // The memory still exists, so an update maps it again.
-            let changed = memory.update(&monitor.process, ranges(), host_address);
+            let changed = memory.update(&monitor.process, ranges(), later(), host_address);
             assert!(changed.expect("taken over"));
             assert!(memory.read_u64(DIMM).is_some());
             assert!(!pieces.iter().any(|piece| reads(&memory, *piece)));
             assert!(reads(&memory, base), "it has not changed");
+        }
+    }
+
+    #[test]
+    fn the_list_of_mappings_is_read_once_for_all_regions() {
+        let monitor = Monitor::new();
+        let host_address = |address| monitor.host_address(address);
+        READS.set(0);
+        let memory = monitor.open(Access::File);
+        assert_eq!(READS.get(), 2, "the file is confirmed after it was opened");
+        let part = |number| range(DIMM + number * SIZE / 4, SIZE / 4, Removal::ByVcpu);
+        let parts = (0..4).map(part).collect();
+        READS.set(0);
+        let changed = memory.update(&monitor.process, parts, later(), host_address);
+        assert!(changed.expect("taken over"));
+        assert_eq!(READS.get(), 1);
+        READS.set(0);
+        memory.confirm(&monitor.process, later(), |range| host_address(range.start));
+        assert_eq!(READS.get(), 1);
+        assert_eq!(memory.bytes(), SIZE);
+        assert!(!memory.take_doubt(), "all of them are there");
+    }
+
+    #[test]
+    fn nothing_is_confirmed_after_the_deadline() {
+        for access in [Access::File, Access::Process] {
+            let monitor = Monitor::new();
+            let memory = monitor.open(access);
+            let piece = memory.piece(DIMM, 8).expect("RAM");
+            memory.confirm(&monitor.process, Instant::now(), |_| panic!("it is late"));
+            assert!(!reads(&memory, piece));
+            assert!(memory.take_doubt());
+            let ranges = vec![range(BASE, SIZE, Removal::Never), dimm()];
+            let late = memory.update(&monitor.process, ranges, Instant::now(), |address| {
+                monitor.host_address(address)
+            });
+            late.expect_err("it is late");
         }
     }
 
@@ -429,7 +489,9 @@ mod tests {
             }
             higher.push(std::mem::replace(&mut monitor.map, map(&monitor.file)));
         }
-        memory.confirm(&monitor.process, |range| monitor.host_address(range.start));
+        memory.confirm(&monitor.process, later(), |range| {
+            monitor.host_address(range.start)
+        });
         assert!(!reads(&memory, piece));
         true
     }
@@ -442,7 +504,7 @@ mod tests {
         let host_address = |address| monitor.host_address(address);
         let changes = memory.changes();
         let update = |ranges, file: bool| {
-            memory.update(&monitor.process, ranges, |address| match file {
+            memory.update(&monitor.process, ranges, later(), |address| match file {
                 true => host_address(address),
                 false => silent(address),
             })
@@ -457,7 +519,7 @@ mod tests {
         grown.file.set_len(4 * SIZE).expect("room");
         grown.map = map_of(&grown.file, 4 * SIZE);
         let more = vec![range(DIMM, 3 * SIZE, Removal::ByVcpu)];
-        let beyond = memory.update(&monitor.process, more, |address| {
+        let beyond = memory.update(&monitor.process, more, later(), |address| {
             grown.host_address(address)
         });
         let error = beyond.expect_err("beyond the known file").to_string();
@@ -478,7 +540,7 @@ mod tests {
         let monitor = Monitor::new();
         let memory = monitor.open(Access::File);
         let update = |ranges| {
-            memory.update(&monitor.process, ranges, |address| {
+            memory.update(&monitor.process, ranges, later(), |address| {
                 monitor.host_address(address)
             })
         };
@@ -498,7 +560,7 @@ mod tests {
         let memory = monitor.open(Access::Process);
         memory.write(BASE + SIZE - 4096, &[1; 4]).expect("RAM");
         let half = range(BASE + SIZE / 2, SIZE / 2, Removal::Never);
-        let update = memory.update(&monitor.process, vec![half], |address| {
+        let update = memory.update(&monitor.process, vec![half], later(), |address| {
             monitor.host_address(address)
         });
         assert!(update.expect("taken over"));

@@ -464,12 +464,12 @@ impl Monitor {
         if let (Connection::None, Some(host)) = (&self.connection, &self.host) {
             // Each stop confirms that KVM still has the slot. Each change confirms that no slot has
             // changed during the change.
-            return host.ram(|_| Some(Removal::ByVcpu));
+            return host.ram(deadline, |_| Some(Removal::ByVcpu));
         }
         // A device that is plugged in after this answer is missing or is left out, which is safe.
         let places = Places::ask(&self.connection, deadline)?;
         if let Some(host) = &self.host {
-            return host.ram(|addresses| match places.removal(addresses) {
+            return host.ram(deadline, |addresses| match places.removal(addresses) {
                 // Each stop confirms that KVM still has the slot.
                 Some(Removal::Never) => Some(Removal::ByVcpu),
                 removal => removal,

@@ -1,18 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A monitor's process: its threads, mappings, descriptors and end.
 
+mod mappings;
+#[cfg(test)]
+mod tests;
+
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::fs::{self, DirEntry, File, Metadata};
+use std::fs::{self, DirEntry, File};
 use std::io::{self, BufRead, BufReader};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+#[cfg(test)]
+pub(crate) use mappings::READS;
+pub use mappings::{Mapping, Mappings};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, StatxFlags, fcntl_getfl, statx};
+use rustix::fs::{Mode, OFlags, fcntl_getfl};
 use rustix::io::Errno;
 use rustix::net::{SocketType, sockopt};
 use rustix::process::{
@@ -358,53 +364,18 @@ impl Process {
         })
     }
 
-    /// Returns the mapping of these addresses, joined with adjacent mappings that continue it.
+    /// Returns the mappings of the process at these addresses, from one read of its list.
     ///
     /// # Errors
-    /// Part of the range is not mapped or not writable by the process, or this user may not inspect
-    /// the process.
-    pub fn mapping(&self, address: u64, bytes: u64) -> Result<Mapping, AttachError> {
-        let refused = |what: String| {
-            AttachError::Refused(format!(
-                "process {} {what}: it is not the guest's monitor, or this range is not the guest's RAM",
-                self.pid
-            ))
-        };
-        let end = address.saturating_add(bytes);
-        let mut found: Option<Mapping> = None;
-        // Names of mappings may contain any bytes.
-        for line in BufReader::new(self.open_proc("maps")?).split(b'\n') {
-            let line = line.map_err(|error| self.cannot("read", "maps", error))?;
-            let Some(next) = Mapping::parse(&String::from_utf8_lossy(&line)) else {
-                continue;
-            };
-            match &mut found {
-                None if next.start <= address && address < next.end => found = Some(next),
-                None => continue,
-                Some(found) if found.continues_in(&next) => found.end = next.end,
-                Some(_) => break,
-            }
-            if found.as_ref().is_some_and(|found| end <= found.end) {
-                break;
-            }
-        }
-        let Some(found) = found else {
-            return Err(refused(format!("has nothing mapped at {address:#x}")));
-        };
-        if !found.writable {
-            return Err(refused(format!(
-                "may not write what it has mapped at {address:#x} ({})",
-                found.path
-            )));
-        }
-        if found.end < end {
-            return Err(refused(format!(
-                "has no {bytes} bytes at {address:#x} mapped in one run, only {} ({})",
-                found.end - address,
-                found.path
-            )));
-        }
-        Ok(found)
+    /// This user may not inspect the process, or the list was not read before the deadline.
+    pub fn mappings(
+        &self,
+        addresses: Vec<u64>,
+        deadline: Instant,
+    ) -> Result<Mappings, AttachError> {
+        let lines = BufReader::new(self.open_proc("maps")?);
+        Mappings::read(self.pid, lines, addresses, deadline)
+            .map_err(|error| self.cannot("read", "maps", error))
     }
 
     /// Opens the file behind a shared mapping through a writable descriptor of the process; `None`
@@ -465,101 +436,3 @@ fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     let found = text.lines().find_map(|line| line.strip_prefix(name));
     found.map(str::trim)
 }
-
-/// A line of /proc/PID/maps.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Mapping {
-    /// First address.
-    pub start: u64,
-    /// First address after the mapping.
-    pub end: u64,
-    /// The process may write to it.
-    pub writable: bool,
-    /// Writes reach the file.
-    pub shared: bool,
-    /// Offset of `start` in the file.
-    pub offset: u64,
-    /// Device number of the file, as `stat` returns it; 0 if the mapping has no file.
-    pub device: u64,
-    /// Inode number of the file.
-    pub inode: u64,
-    /// Name of the file, which may have been deleted.
-    pub path: String,
-}
-
-impl Mapping {
-    /// Returns the offset in the file of an address of the mapping.
-    #[must_use]
-    pub fn offset_of(&self, address: u64) -> Option<u64> {
-        self.offset.checked_add(address.checked_sub(self.start)?)
-    }
-
-    /// Returns whether two mappings have the same bytes of the same file at an address, with the
-    /// same permissions.
-    #[must_use]
-    pub fn agrees_at(&self, address: u64, other: &Self) -> bool {
-        let rights = |mapping: &Self| (mapping.shared, mapping.writable);
-        rights(self) == rights(other)
-            && (self.device, self.inode) == (other.device, other.inode)
-            && self.offset_of(address) == other.offset_of(address)
-    }
-
-    /// Returns whether `next` follows without a gap and has the same permissions and, if there is a
-    /// file, the same file.
-    fn continues_in(&self, next: &Self) -> bool {
-        let continues = self.inode == 0 || self.offset_of(self.end) == Some(next.offset);
-        self.end == next.start
-            && (self.shared, self.writable) == (next.shared, next.writable)
-            && (self.device, self.inode) == (next.device, next.inode)
-            && continues
-    }
-
-    /// Returns the number of the vCPU whose run page this is, and the page's address. The pages
-    /// behind the run page belong to the vCPU's dirty ring.
-    fn run_page(&self) -> Option<(u32, u64)> {
-        let number = self.path.strip_prefix("anon_inode:kvm-vcpu:")?;
-        let is_it = self.offset == 0 && self.shared && self.writable;
-        is_it.then_some((number.parse().ok()?, self.start))
-    }
-
-    /// Returns whether the path leads to the mapped file, and the file is a regular one.
-    fn is_of_path(&self, path: &Path) -> bool {
-        // STATX_DONT_SYNC does not wait for file systems that do not answer.
-        let wanted = StatxFlags::TYPE | StatxFlags::INO;
-        statx(CWD, path, AtFlags::STATX_DONT_SYNC, wanted).is_ok_and(|found| {
-            let device = rustix::fs::makedev(found.stx_dev_major, found.stx_dev_minor);
-            FileType::from_raw_mode(found.stx_mode.into()) == FileType::RegularFile
-                && (device, found.stx_ino) == (self.device, self.inode)
-        })
-    }
-
-    /// Returns whether `found` is the mapped file, and a regular one.
-    fn is_of(&self, found: &Metadata) -> bool {
-        found.is_file() && (found.dev(), found.ino()) == (self.device, self.inode)
-    }
-
-    fn parse(line: &str) -> Option<Self> {
-        let mut words = line.splitn(6, ' ');
-        let (start, end) = words.next()?.split_once('-')?;
-        let hexadecimal = |digits| u64::from_str_radix(digits, 16).ok();
-        let (start, end) = (hexadecimal(start)?, hexadecimal(end)?);
-        let rights = words.next()?;
-        let offset = hexadecimal(words.next()?)?;
-        let (major, minor) = words.next()?.split_once(':')?;
-        let number = |digits| u32::from_str_radix(digits, 16).ok();
-        let device = rustix::fs::makedev(number(major)?, number(minor)?);
-        Some(Self {
-            start,
-            end,
-            writable: rights.as_bytes().get(1) == Some(&b'w'),
-            shared: rights.ends_with('s'),
-            offset,
-            device,
-            inode: words.next()?.parse().ok()?,
-            path: words.next().unwrap_or("").trim_start().to_owned(),
-        })
-    }
-}
-
-#[cfg(test)]
-mod tests;

@@ -7,6 +7,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::Instant;
 
 use patchbay_guest::memory::{Exchanged, Piece};
 use patchbay_memory::PAGE_SIZE;
@@ -17,7 +18,7 @@ use vm_memory::{FileOffset, MmapRegion, VolatileMemory, VolatileSlice};
 use crate::error::AttachError;
 use crate::flat_view::{RamRange, Removal};
 use crate::memory::Access;
-use crate::process::{Mapping, Process};
+use crate::process::{Mapping, Mappings, Process};
 
 const PAGE: NonZeroUsize = NonZeroUsize::new(PAGE_SIZE as usize).expect("not 0");
 
@@ -70,19 +71,30 @@ struct MappedFile {
 pub struct HostMemory<'p> {
     process: &'p Process,
     access: Access,
+    deadline: Instant,
     files: Vec<Arc<MappedFile>>,
     memory: Option<Arc<File>>,
+    /// Addresses in files that were opened by this value, each with the mapping that was found and
+    /// the backend.
+    opened: Vec<(u64, Mapping, String)>,
 }
 
 impl<'p> HostMemory<'p> {
-    /// Prepares to find regions in the process's memory. `regions` are the ones that are already
-    /// known.
-    pub fn new(process: &'p Process, access: Access, regions: &[Arc<Region>]) -> Self {
+    /// Prepares to find regions in the process's memory before the deadline. `regions` are the ones
+    /// that are already known.
+    pub fn new(
+        process: &'p Process,
+        access: Access,
+        regions: &[Arc<Region>],
+        deadline: Instant,
+    ) -> Self {
         let mut host_memory = Self {
             process,
             access,
+            deadline,
             files: Vec::new(),
             memory: None,
+            opened: Vec::new(),
         };
         for region in regions {
             match &region.host.backing {
@@ -93,18 +105,41 @@ impl<'p> HostMemory<'p> {
         host_memory
     }
 
-    /// Returns the part of the monitor's process that holds a range. The range begins at `address`
-    /// in the process.
+    /// Returns the parts of the monitor's process that hold these ranges. Each range begins at its
+    /// address in the process.
     ///
     /// # Errors
     /// [`AttachError`].
-    pub fn find(&mut self, range: &RamRange, address: u64) -> Result<HostRange, AttachError> {
+    pub fn find(&mut self, ranges: &[(RamRange, u64)]) -> Result<Vec<HostRange>, AttachError> {
+        let addresses = ranges.iter().map(|(_, address)| *address).collect();
+        let mappings = self.process.mappings(addresses, self.deadline)?;
+        let mut found = Vec::with_capacity(ranges.len());
+        for (range, address) in ranges {
+            found.push(self.find_in(&mappings, range, *address)?);
+        }
+        self.confirm_opened()?;
+        Ok(found)
+    }
+
+    /// Returns the part of the monitor's process that holds a range.
+    fn find_in(
+        &mut self,
+        mappings: &Mappings,
+        range: &RamRange,
+        address: u64,
+    ) -> Result<HostRange, AttachError> {
+        if Instant::now() >= self.deadline {
+            return Err(AttachError::Refused(format!(
+                "process {} has so many mappings and descriptors that the guest's memory was not found among them in time; attach again",
+                self.process.pid()
+            )));
+        }
         let size = range.addresses.end - range.addresses.start;
         // Every access method refuses memory that the monitor itself may not write.
-        let mapping = self.process.mapping(address, size)?;
+        let mapping = mappings.at(address, size)?;
         let shared = match self.access {
             Access::Process => None,
-            Access::Auto | Access::File => self.shared(range, address, &mapping)?,
+            Access::Auto | Access::File => self.shared(range, address, mapping)?,
         };
         let backing = match shared {
             Some(backing) => backing,
@@ -140,17 +175,10 @@ impl<'p> HostMemory<'p> {
                 let Some(file) = self.process.file_of(mapping) else {
                     return Ok(None);
                 };
-                // The number of an inode is not reused while the file is open here. So a mapping
-                // with this number is a mapping of this file.
-                let now = self.process.mapping(address, 1)?;
-                if !now.agrees_at(address, mapping) {
-                    return Err(AttachError::Refused(format!(
-                        "memory backend {} moved while it was being mapped (first {} at {address:#x}, then {}); attach again",
-                        range.backend, mapping.path, now.path
-                    )));
-                }
                 let file = Arc::new(MappedFile::new(id, file, &mapping.path)?);
                 self.files.push(Arc::clone(&file));
+                let backend = range.backend.clone();
+                self.opened.push((address, mapping.clone(), backend));
                 file
             }
         };
@@ -169,6 +197,26 @@ impl<'p> HostMemory<'p> {
                 file.map.size()
             ))),
         }
+    }
+
+    /// Confirms the mappings of files that were opened. The number of an inode is not reused while
+    /// the file is open here. So a mapping that still has this number is a mapping of this file.
+    fn confirm_opened(&self) -> Result<(), AttachError> {
+        if self.opened.is_empty() {
+            return Ok(());
+        }
+        let addresses = self.opened.iter().map(|(address, ..)| *address).collect();
+        let now = self.process.mappings(addresses, self.deadline)?;
+        for (address, mapping, backend) in &self.opened {
+            let now = now.at(*address, 1)?;
+            if !now.agrees_at(*address, mapping) {
+                return Err(AttachError::Refused(format!(
+                    "memory backend {backend} moved while it was being mapped (first {} at {address:#x}, then {}); attach again",
+                    mapping.path, now.path
+                )));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -269,8 +317,9 @@ impl Region {
     }
 
     /// Returns whether the monitor still maps the memory that this process accesses, given that the
-    /// region is now at `address` in the monitor.
-    pub fn is_still_at(&self, address: u64, process: &Process) -> bool {
+    /// region is now at `address` in the monitor. `mappings` has the mapping there if the region is
+    /// mapped.
+    pub fn is_still_at(&self, address: u64, mappings: Option<&Mappings>) -> bool {
         if address != self.host.address {
             return false;
         }
@@ -278,7 +327,8 @@ impl Region {
             return true;
         };
         let size = self.addresses.end - self.addresses.start;
-        process.mapping(address, size).is_ok_and(|mapping| {
+        let mapping = mappings.and_then(|mappings| mappings.at(address, size).ok());
+        mapping.is_some_and(|mapping| {
             mapping.shared
                 && (mapping.device, mapping.inode) == file.id
                 && mapping.offset_of(address) == Some(*offset)

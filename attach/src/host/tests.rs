@@ -147,3 +147,36 @@ fn registers_of_devices_are_not_ram() {
         assert!(!is_device(ram), "{ram}");
     }
 }
+
+/// Returns the RAM of these slots, and calls `removal` for each. No slot is mapped.
+fn ram(
+    slots: &[Slot],
+    logging: Logging,
+    removal: impl Fn(&Range<u64>) -> Option<Removal>,
+) -> Result<Vec<Range<u64>>, AttachError> {
+    let mappings = |_| Ok(Mappings::default());
+    let found = ram_of(&vm(slots), &[], logging, removal, mappings)?;
+    Ok(found.into_iter().map(|range| range.addresses).collect())
+}
+
+#[test]
+fn slots_that_are_too_many_are_not_looked_up() {
+    const SIZE: u64 = 1 << 20;
+    let slots = |count: usize| -> Vec<Slot> {
+        let slots = (0..count as u64).map(|at| slot(at * SIZE, SIZE, at * SIZE));
+        slots.collect()
+    };
+    let never = |_| -> Result<Mappings, AttachError> { panic!("the mappings are read") };
+    let vm = vm(&slots(MAX_RANGES + 1));
+    let found = ram_of(&vm, &[], Logging::Reported, |_| Some(Removal::Never), never);
+    let error = found.expect_err("too many").to_string();
+    assert!(error.contains("more than 1024 memory slots"), "{error}");
+    let most = slots(MAX_RANGES);
+    let found = ram(&most, Logging::Reported, |_| Some(Removal::Never));
+    assert_eq!(found.expect("as many as are supported").len(), MAX_RANGES);
+    // The memory of devices does not count.
+    let found = ram(&slots(MAX_RANGES + 1), Logging::Reported, |range| {
+        (range.start != 0).then_some(Removal::Never)
+    });
+    assert_eq!(found.expect("a device's").len(), MAX_RANGES);
+}

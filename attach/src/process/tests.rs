@@ -1,11 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 
 use std::fs::OpenOptions;
+use std::os::unix::fs::MetadataExt;
 
 use super::*;
 
 fn own() -> Process {
     Process::open(std::process::id()).expect("this process")
+}
+
+/// Returns this process's mapping of an address.
+fn mapping(address: u64) -> Result<Mapping, AttachError> {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let mappings = own().mappings(vec![address], deadline)?;
+    mappings.at(address, 1).cloned()
 }
 
 #[test]
@@ -65,7 +73,7 @@ fn memory_that_the_process_may_only_read_is_refused() {
     // A literal is in this program's file, which is mapped without the right to write.
     let literal = "memory that may only be read";
     let address = literal.as_ptr() as u64;
-    let error = own().mapping(address, 1).expect_err("it may only be read");
+    let error = mapping(address).expect_err("it may only be read");
     let program = std::env::current_exe().expect("a program");
     let error = error.to_string();
     assert!(error.contains("may not write"), "{error}");
@@ -175,7 +183,7 @@ fn threads_and_the_end_are_seen() {
     Process::with(1, pidfd).expect_err("another one");
     let reaped = process.pidfd;
     Process::of(reaped).expect_err("it has been reaped");
-    let mapping = own().mapping(0, 1).expect_err("nothing is mapped there");
+    let mapping = mapping(0).expect_err("nothing is mapped there");
     assert!(
         mapping.to_string().contains("not the guest's monitor"),
         "{mapping}"

@@ -100,7 +100,8 @@ pub fn same_map() {
     assert!(guest.memory_changes(true) > 0);
     let process = process::Process::open(qemu.child.id()).expect("it runs");
     let host = Host::open(&Arc::new(process), Logging::Refuse).expect("a guest");
-    let kernels = host.ram(|_| Some(Removal::ByVcpu)).expect("slots");
+    let kernels = host.ram(Instant::now() + DEADLINE, |_| Some(Removal::ByVcpu));
+    let kernels = kernels.expect("slots");
     let addresses = |range: &Range<u64>| host.host_address(range).expect("a slot");
     let ram = guest.monitor().ram(Instant::now() + DEADLINE);
     let ram = ram.expect("slots");

@@ -86,7 +86,7 @@ pub fn same_map() {
             .map(|range| range.addresses.end - range.addresses.start);
         sizes.sum()
     };
-    let ours = host.ram(|_| Some(Removal::ByVcpu));
+    let ours = host.ram(Instant::now() + DEADLINE, |_| Some(Removal::ByVcpu));
     let ours = ours.expect("the kernel's map");
     println!(
         "{pages} addresses agree; {} bytes, QEMU {}",
