@@ -362,8 +362,9 @@ fn ram_of(
         let mapping = mappings.at(slot.process_address, slot.bytes);
         !mapping.is_ok_and(|mapping| is_device(&mapping.path))
     });
-    let largest = vm.ram().max_by_key(|slot| slot.bytes);
-    let all_logged = largest.is_some_and(|slot| logs(vm, slot, logging));
+    // The memory of a device may be larger than the RAM, so the largest slot of what is left counts.
+    let largest = slots.iter().max_by_key(|(slot, _)| slot.bytes);
+    let all_logged = largest.is_some_and(|(slot, _)| logs(vm, slot, logging));
     if all_logged && logging == Logging::Refuse {
         return Err(AttachError::Refused(why(Refusal::DirtyLogging)));
     }

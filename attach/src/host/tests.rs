@@ -180,3 +180,19 @@ fn slots_that_are_too_many_are_not_looked_up() {
     });
     assert_eq!(found.expect("a device's").len(), MAX_RANGES);
 }
+
+#[test]
+fn the_largest_slot_is_one_of_the_ram() {
+    let ram_slot = slot(0, 1 << 30, 1 << 40);
+    let mut display = slot(8 << 30, 4 << 30, 1 << 42);
+    display.logs_dirty_pages = true;
+    let mut small = slot(4 << 30, 1 << 20, 1 << 41);
+    small.logs_dirty_pages = true;
+    let is_own = |range: &Range<u64>| (range.start < 8 << 30).then_some(Removal::Never);
+    for logging in [Logging::Refuse, Logging::Reported] {
+        // The log of a larger display does not make it a migration, during which also a smaller
+        // slot that is logged would be taken for RAM.
+        let found = ram(&[ram_slot, small, display], logging, is_own);
+        assert_eq!(found.expect("RAM"), [addresses(&ram_slot)], "{logging:?}");
+    }
+}
