@@ -15,15 +15,20 @@ use std::path::Path;
 use std::time::Duration;
 
 use nix::errno::Errno;
+use serde_json::Value;
 
 use crate::error::AttachError;
 use crate::kvm;
-use crate::monitor::Monitor;
+use crate::monitor::{Monitor, unexpected};
 use crate::process::Process;
 use crate::qmp::{Peer, QmpError, listens};
 
 /// The maximum number of times that QEMU is asked for its vCPUs while their number changes.
 const ATTEMPTS: u32 = 10;
+/// The maximum number of vCPUs. KVM supports no more on x86.
+const MAX_VCPUS: usize = 4096;
+/// The maximum number of threads that an error names.
+const MAX_NAMED: usize = 16;
 
 /// Finds the process that called listen() on the socket at `path`.
 ///
@@ -124,7 +129,8 @@ pub fn vcpus(
         // The host's kernel needs no proof, and gives the threads' ids in this namespace.
         if !each.iter().all(|id| process.has_thread(*id)) {
             return Err(AttachError::Refused(format!(
-                "the vCPUs of process {pid} last ran in the threads {each:?}, of which one has ended or belongs to another process"
+                "the vCPUs of process {pid} last ran in the threads {}, of which one has ended or belongs to another process",
+                named(&each)
             )));
         }
         let kernels = each.iter().copied().map(Some).collect();
@@ -141,7 +147,8 @@ pub fn vcpus(
     }
     let each = process.threads(&theirs).ok_or_else(|| {
         AttachError::Refused(format!(
-            "QEMU says that its vCPUs are the threads {theirs:?}, but process {pid} has no such threads; give QEMU's process id with --pid"
+            "QEMU says that its vCPUs are the threads {}, but process {pid} has no such threads; give QEMU's process id with --pid",
+            named(&theirs)
         ))
     })?;
     match monitor.host() {
@@ -154,6 +161,27 @@ pub fn vcpus(
         kernels,
         each,
     })
+}
+
+/// Returns the ids of the vCPUs' threads in an answer to `query-cpus-fast`.
+///
+/// # Errors
+/// QEMU names no thread, or more than [`MAX_VCPUS`].
+pub(crate) fn threads_in(answer: &Value) -> Result<Vec<u32>, QmpError> {
+    let missing = || unexpected("query-cpus-fast", "thread-id");
+    let vcpus = answer
+        .as_array()
+        .filter(|vcpus| !vcpus.is_empty())
+        .ok_or_else(missing)?;
+    if vcpus.len() > MAX_VCPUS {
+        return Err(QmpError::Host(format!(
+            "QEMU says that the guest has {} vCPUs, and no more than {MAX_VCPUS} are supported; check which process listens on its QMP socket",
+            vcpus.len()
+        )));
+    }
+    let id = |vcpu: &Value| u32::try_from(vcpu["thread-id"].as_u64()?).ok();
+    let ids = vcpus.iter().map(|vcpu| id(vcpu).ok_or_else(missing));
+    ids.collect()
 }
 
 /// Asks QEMU and the host's kernel for the vCPUs' threads, at a time at which no vCPU is added or
@@ -185,19 +213,30 @@ fn asked(
 ///
 /// # Errors
 /// They differ; the error is a sentence.
-fn agree(pid: u32, named: &[u32], kernels: &[Option<u32>]) -> Result<(), String> {
-    let distinct: BTreeSet<u32> = named.iter().copied().collect();
+fn agree(pid: u32, theirs: &[u32], kernels: &[Option<u32>]) -> Result<(), String> {
+    let distinct: BTreeSet<u32> = theirs.iter().copied().collect();
     let ran: BTreeSet<u32> = kernels.iter().copied().flatten().collect();
     let idle = kernels.iter().filter(|thread| thread.is_none()).count();
-    let is_same = distinct.len() == named.len()
+    let is_same = distinct.len() == theirs.len()
         && ran.is_subset(&distinct)
         && distinct.len() - ran.len() <= idle;
     is_same.then_some(()).ok_or_else(|| {
+        let ran: Vec<u32> = ran.into_iter().collect();
         format!(
-            "QEMU says that the vCPUs of process {pid} are the threads {named:?}, but the host's kernel shows that they run in the threads {ran:?}, \
-             and that {idle} vCPUs have no thread; give the process id of the guest's QEMU with --pid, and check which process listens on its QMP socket"
+            "QEMU says that the vCPUs of process {pid} are the threads {}, but the host's kernel shows that they run in the threads {}, \
+             and that {idle} vCPUs have no thread; give the process id of the guest's QEMU with --pid, and check which process listens on its QMP socket",
+            named(theirs),
+            named(&ran)
         )
     })
+}
+
+/// Returns the ids of threads for an error, which names only the first ones of a long list.
+pub(crate) fn named(threads: &[u32]) -> String {
+    match threads.split_at_checked(MAX_NAMED) {
+        Some((first, rest)) if !rest.is_empty() => format!("{first:?} and {} more", rest.len()),
+        _ => format!("{threads:?}"),
+    }
 }
 
 #[cfg(test)]
@@ -268,8 +307,31 @@ mod tests {
             agree(named, kernels).expect_err("they differ");
         }
         let error = agree(&[11, 13], &two).expect_err("they differ");
-        let both = ["the threads [11, 13]", "the threads {11, 12}", "process 7"];
+        let both = ["the threads [11, 13]", "the threads [11, 12]", "process 7"];
         assert!(both.iter().all(|part| error.contains(part)), "{error}");
+    }
+
+    #[test]
+    fn the_number_of_vcpus_is_limited() {
+        let answer =
+            |count: usize| serde_json::json!(vec![serde_json::json!({ "thread-id": 5 }); count]);
+        let most = threads_in(&answer(MAX_VCPUS)).expect("as many as are supported");
+        assert_eq!(most, [5; MAX_VCPUS]);
+        let error = threads_in(&answer(MAX_VCPUS + 1)).expect_err("too many");
+        assert!(error.to_string().contains("has 4097 vCPUs"), "{error}");
+        for nonsense in [answer(0), serde_json::json!({}), serde_json::json!([{}])] {
+            threads_in(&nonsense).expect_err("no threads");
+        }
+    }
+
+    #[test]
+    fn an_error_names_only_some_threads_of_a_long_list() {
+        let threads: Vec<u32> = (1..=5000).collect();
+        let is_whole = |count: usize| !named(&threads[..count]).contains("more");
+        assert!(is_whole(0) && is_whole(MAX_NAMED) && !is_whole(MAX_NAMED + 1));
+        let error = agree(7, &threads, &[Some(5001)]).expect_err("they differ");
+        let expected = "the threads [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16] and 4984 more, but";
+        assert!(error.contains(expected), "{error}");
     }
 
     #[test]

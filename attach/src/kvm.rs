@@ -19,6 +19,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use crate::error::AttachError;
+use crate::identity::named;
 use crate::process::Process;
 
 /// KVM keeps a folder TID-FD here for each guest: the thread that created the guest, and its
@@ -117,8 +118,9 @@ fn prove_in(
     let distinct: BTreeSet<u32> = threads.iter().copied().collect();
     if distinct.len() != threads.len() || threads.len() > vcpus {
         return refused(format!(
-            "QEMU says that {} vCPUs run in the threads {threads:?}, but process {pid} has {vcpus} KVM vCPUs",
-            threads.len()
+            "QEMU says that {} vCPUs run in the threads {}, but process {pid} has {vcpus} KVM vCPUs",
+            threads.len(),
+            named(threads)
         ));
     }
     let Some(guests) = guests_of(folder, namespace, |id| process.has_thread(id)) else {
@@ -141,10 +143,11 @@ fn prove_in(
             None => unknown += 1,
         }
     }
-    let others: Vec<_> = distinct.difference(&ran).collect();
+    let others: Vec<u32> = distinct.difference(&ran).copied().collect();
     if others.len() > unknown {
         return refused(format!(
-            "QEMU says that the threads {others:?} of process {pid} run vCPUs, but {} shows that other threads do",
+            "QEMU says that the threads {} of process {pid} run vCPUs, but {} shows that other threads do",
+            named(&others),
             folder.display()
         ));
     }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::error::AttachError;
+use crate::identity::named;
 use crate::process::Process;
 use crate::qmp::{MAX_MESSAGE, QmpError, message, returned};
 use crate::virsh::{Failure, Virsh};
@@ -166,7 +167,8 @@ pub fn process(domain: &str, vcpus: &[u32]) -> Result<Process, AttachError> {
     };
     process.filter(is_it).ok_or_else(|| {
         AttachError::Refused(format!(
-            "no process has the vCPU threads {vcpus:?} of domain {domain}; attach on the domain's host and in the PID namespace of its QEMU"
+            "no process has the vCPU threads {} of domain {domain}; attach on the domain's host and in the PID namespace of its QEMU",
+            named(vcpus)
         ))
     })
 }

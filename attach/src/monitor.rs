@@ -200,17 +200,7 @@ impl Connection {
     /// # Errors
     /// [`QmpError`].
     pub fn vcpu_threads(&self, patience: Duration) -> Result<Vec<u32>, QmpError> {
-        let answer = self.execute("query-cpus-fast", Value::Null, patience)?;
-        let missing = || unexpected("query-cpus-fast", "thread-id");
-        let vcpus = answer
-            .as_array()
-            .filter(|vcpus| !vcpus.is_empty())
-            .ok_or_else(missing)?;
-        let id = |vcpu: &Value| u32::try_from(vcpu["thread-id"].as_u64()?).ok();
-        vcpus
-            .iter()
-            .map(|vcpu| id(vcpu).ok_or_else(missing))
-            .collect()
+        identity::threads_in(&self.execute("query-cpus-fast", Value::Null, patience)?)
     }
 
     /// Returns whether KVM runs the vCPUs.

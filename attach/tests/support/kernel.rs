@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests that the host's kernel, not QEMU, is believed about a guest that is attached to by QMP.
 
-use std::collections::BTreeSet;
 use std::ops::Range;
 use std::process::Command;
 use std::sync::Arc;
@@ -49,7 +48,9 @@ pub fn other_threads() {
         let answer = threads.iter().map(vcpu).collect();
         relay.lie("query-cpus-fast", Value::Null, answer);
     };
-    let kernels = format!("{:?}", truth.iter().collect::<BTreeSet<_>>());
+    let mut kernels = truth.clone();
+    kernels.sort_unstable();
+    let kernels = format!("{kernels:?}");
     // Without one of the vCPUs' threads, with another thread instead of it, and with one more.
     for threads in [
         vec![truth[0]],
