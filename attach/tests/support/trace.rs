@@ -129,7 +129,7 @@ pub fn trace(accelerator: Accelerator) {
         let batch = Rings::new(source.clone(), find(name), Start::Oldest).poll(&memory, ALL);
         formats.decode(&memory, &source, &batch)
     };
-    let (whole, foo) = (read(""), read("foo"));
+    let (whole, instance) = (read(""), read("foo"));
     Counted::print("a poll of the rings of 2 CPUs", &memory, |view| {
         assert!(follower.poll(view, ALL).chunks.is_empty());
     });
@@ -158,7 +158,7 @@ pub fn trace(accelerator: Accelerator) {
         &release,
         "an instance",
         &part("BEGIN OF FOO\n", "BEGIN OF MAP"),
-        &foo,
+        &instance,
         20,
     );
     match map {
