@@ -153,6 +153,11 @@ fn commands_of_a_stop_that_qemu_does_not_answer() {
 }
 
 #[test]
+fn a_map_of_memory_that_qemu_does_not_answer() {
+    support::relay::unanswered_map(Tcg);
+}
+
+#[test]
 fn commands_of_another_client_between_the_query_and_the_stop() {
     support::relay::between(Tcg);
 }

@@ -300,6 +300,27 @@ pub fn unanswered(accelerator: Accelerator) {
     }
 }
 
+/// Checks that a stop gives up if QEMU does not answer a question about its memory, because a read
+/// of the map and a stop exclude each other.
+pub fn unanswered_map(accelerator: Accelerator) {
+    let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
+        return;
+    };
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let relay = Relay::start(folder.path(), qemu.socket("qmp"));
+    let guest = relay.attach(&qemu, PauseWay::Freeze);
+    relay.lose(Lost::Answer("qom-list"));
+    std::thread::scope(|scope| {
+        scope.spawn(|| guest.memory_changes(true));
+        until("QEMU is asked", || relay.has_lost());
+        let error = guest.pause(DEADLINE).expect_err("the map is being read");
+        assert!(error.to_string().contains("being read"), "{error}");
+        assert!(!guest.is_held());
+    });
+    drop(guest.pause(DEADLINE).expect("the read was given up"));
+    qemu.runs(&guest);
+}
+
 /// Checks that commands of another client between the attacher's query and its `stop` have their
 /// effect on the guest: it runs after that client's `cont`, and is stopped after that client's
 /// `stop`.
