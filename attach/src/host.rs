@@ -336,9 +336,9 @@ impl Host {
     }
 }
 
-/// Returns the RAM of a VM, of which `used` is already used. `mappings` reads the process's mappings
-/// at these addresses. It is called once, for a limited number of slots, because a monitor may have
-/// tens of thousands of slots and of mappings.
+/// Returns the RAM of a VM, of which `used` is already used. `mappings` reads the mappings of the
+/// process at these addresses. It is called once, for a limited number of slots, because a monitor
+/// may have tens of thousands of slots and of mappings.
 fn ram_of(
     vm: &Vm,
     used: &[Range<u64>],
@@ -362,7 +362,7 @@ fn ram_of(
         let mapping = mappings.at(slot.process_address, slot.bytes);
         !mapping.is_ok_and(|mapping| is_device(&mapping.path))
     });
-    // The memory of a device may be larger than the RAM, so the largest slot of what is left counts.
+    // The memory of a device may be larger than the RAM, so only what is left counts.
     let largest = slots.iter().max_by_key(|(slot, _)| slot.bytes);
     let all_logged = largest.is_some_and(|(slot, _)| logs(vm, slot, logging));
     if all_logged && logging == Logging::Refuse {

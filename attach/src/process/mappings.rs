@@ -34,7 +34,7 @@ impl Mappings {
         addresses.sort_unstable();
         let mut left = &addresses[..];
         let mut runs = Vec::new();
-        // Keeps a run at one of the addresses, and returns whether a later run may be at another one.
+        // Keeps a run at one of the addresses, and returns whether others are left behind it.
         let mut keep = |run: Mapping| {
             let (passed, rest) = left.split_at(left.partition_point(|at| *at < run.end));
             left = rest;
