@@ -138,7 +138,9 @@ impl Keys {
                     page_size: 1,
                     ..Default::default()
                 };
-                if client.list_static_keys(request).await.is_ok() {
+                if let Ok(listed) = client.list_static_keys(request).await
+                    && !listed.into_inner().panicked
+                {
                     return Ok(());
                 }
                 ensure!(

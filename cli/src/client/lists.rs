@@ -13,6 +13,8 @@ pub struct Listing {
     pub keys: Vec<v1::StaticKey>,
     pub revision: u64,
     pub incarnation: String,
+    /// The guest's kernel has panicked.
+    pub panicked: bool,
 }
 
 /// Lists the selected keys.
@@ -36,6 +38,7 @@ pub async fn keys(
             keys: vec![],
             revision: page.revision,
             incarnation: page.incarnation,
+            panicked: page.panicked,
         });
         listing.keys.extend(page.keys);
         let Some(token) = next else {
@@ -43,11 +46,13 @@ pub async fn keys(
                 keys,
                 revision,
                 incarnation,
+                panicked,
             } = listing;
             return Ok(Listing {
                 keys: std::mem::take(keys),
                 revision: *revision,
                 incarnation: std::mem::take(incarnation),
+                panicked: *panicked,
             });
         };
         request.page_token = token;

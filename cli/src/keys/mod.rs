@@ -22,8 +22,8 @@ use crate::client::selected::{Selected, only_one};
 use crate::client::{Client, lists};
 use crate::failure::Failure;
 use crate::names::{self, is_glob};
-use crate::print::Answer;
 use crate::print::Detailed;
+use crate::print::{Answer, complain};
 use crate::{holds, view};
 
 /// Runs one subcommand.
@@ -53,8 +53,16 @@ pub async fn run(
             arguments.patterns = names::expand(arguments.patterns)?;
             let request = &list_request(arguments);
             let verb = async |client: Client| {
-                let keys = lists::keys(&client, request.clone()).await?.keys;
-                let keys: Vec<view::ListedKey> = keys.into_iter().map(Into::into).collect();
+                let listing = lists::keys(&client, request.clone()).await?;
+                if listing.panicked {
+                    complain(&format!(
+                        "the kernel of {} has panicked; its keys are listed as it left them, and \
+                         cannot be changed",
+                        client.guest_name()
+                    ));
+                }
+                let keys = listing.keys.into_iter().map(Into::into);
+                let keys: Vec<view::ListedKey> = keys.collect();
                 Ok(keys.into())
             };
             selected.run(output, "listing keys", verb).await

@@ -1118,9 +1118,11 @@ type ListStaticKeysResponse struct {
 	// The token of the next page; empty on the last page.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	// The revision at which the page was read.
-	Revision      uint64 `protobuf:"varint,3,opt,name=revision,proto3" json:"revision,omitempty"`
-	Incarnation   string `protobuf:"bytes,4,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
-	TotalSize     int32  `protobuf:"varint,5,opt,name=total_size,json=totalSize,proto3" json:"total_size,omitempty"`
+	Revision    uint64 `protobuf:"varint,3,opt,name=revision,proto3" json:"revision,omitempty"`
+	Incarnation string `protobuf:"bytes,4,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	TotalSize   int32  `protobuf:"varint,5,opt,name=total_size,json=totalSize,proto3" json:"total_size,omitempty"`
+	// The guest's kernel has panicked. The keys are as it left them, and cannot be changed.
+	Panicked      bool `protobuf:"varint,6,opt,name=panicked,proto3" json:"panicked,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1188,6 +1190,13 @@ func (x *ListStaticKeysResponse) GetTotalSize() int32 {
 		return x.TotalSize
 	}
 	return 0
+}
+
+func (x *ListStaticKeysResponse) GetPanicked() bool {
+	if x != nil {
+		return x.Panicked
+	}
+	return false
 }
 
 type GetStaticKeyRequest struct {
@@ -4350,8 +4359,9 @@ type Claim struct {
 	// The claim is void because the key's module was unloaded, so the key that was claimed no longer
 	// exists. A key of this name may exist again.
 	KeyReplaced bool `protobuf:"varint,10,opt,name=key_replaced,json=keyReplaced,proto3" json:"key_replaced,omitempty"`
-	// If the state is HELD_BY_OTHERS: the owner whose claim decides. Unset if no claim of another
-	// owner decides, so that holds, clients that fire the event, or the guest itself keep the key on.
+	// If the state is HELD_BY_OTHERS: the owner whose claim decides, if it wants another state than
+	// this claim. If it is unset, held claims, holds, clients that fire the event, or the guest
+	// itself keep the key on.
 	DecidedBy     *ClaimOwner `protobuf:"bytes,11,opt,name=decided_by,json=decidedBy,proto3" json:"decided_by,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -5026,14 +5036,15 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\aclasses\x18\x05 \x03(\x0e2\x15.patchbay.v1.KeyClassR\aclasses\x12\x1d\n" +
 	"\aenabled\x18\x06 \x01(\bH\x00R\aenabled\x88\x01\x01B\n" +
 	"\n" +
-	"\b_enabled\"\xc9\x01\n" +
+	"\b_enabled\"\xe5\x01\n" +
 	"\x16ListStaticKeysResponse\x12*\n" +
 	"\x04keys\x18\x01 \x03(\v2\x16.patchbay.v1.StaticKeyR\x04keys\x12&\n" +
 	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x1a\n" +
 	"\brevision\x18\x03 \x01(\x04R\brevision\x12 \n" +
 	"\vincarnation\x18\x04 \x01(\tR\vincarnation\x12\x1d\n" +
 	"\n" +
-	"total_size\x18\x05 \x01(\x05R\ttotalSize\"{\n" +
+	"total_size\x18\x05 \x01(\x05R\ttotalSize\x12\x1a\n" +
+	"\bpanicked\x18\x06 \x01(\bR\bpanicked\"{\n" +
 	"\x13GetStaticKeyRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1b\n" +

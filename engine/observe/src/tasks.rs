@@ -37,9 +37,9 @@ const MAX_CPUS: u64 = 8192;
 /// The number of copies of a task after which a CPU that switches tasks all the time is left out.
 const MAX_COPIES: usize = 4;
 
-/// The maximum number of reads, and of bytes in them, as in a poll of the rings. They suffice for
-/// [`MAX_CPUS`] that are all online: 6 reads each, and 4 more for each time that one of them
-/// switches tasks during the copy.
+/// The maximum number of reads, and of bytes in them, as in a poll of the rings. If [`MAX_CPUS`]
+/// are online, they take 6 reads each, which leaves 4 reads for each of about 4,000 switches of
+/// tasks during a copy.
 const MAX_READS: usize = 1 << 16;
 const MAX_BYTES: usize = 4 << 20;
 
@@ -117,8 +117,9 @@ pub struct Task {
 
 impl Source {
     /// Reads the tasks of the CPUs that are online. Leaves out a CPU whose task cannot be read, or
-    /// that switches tasks too often. Returns `None` if the CPUs are not known, or if reading them
-    /// takes too many reads: with the tasks of some CPUs, a guest could hide those of the others.
+    /// that switches tasks too often. Returns `None` if the CPUs are not known, or if the tasks take
+    /// too many reads. Part of the tasks is not returned, because a guest could hide the others
+    /// that way.
     pub fn read(&self, view: &(impl KernelView + ?Sized)) -> Option<Vec<Task>> {
         let view = &Bounded::new(view, MAX_READS, MAX_BYTES);
         let mut cpus = [0; 4];

@@ -295,6 +295,17 @@ async fn compare_guest(
     // them, which may be long after the plan.
     let has_expired = member.has_expired(now());
     let (claims, boot) = host.claims(&member.guest, owner).await?;
+    if boot.is_empty() {
+        // The claims of a kernel that has panicked, or is not known, tell nothing.
+        let why = "its kernel is not known, or has panicked";
+        return Ok(vec![found(
+            member,
+            Cause::Unreachable,
+            None,
+            "compared",
+            why,
+        )]);
+    }
     let claimed: BTreeMap<&str, &v1::Claim> = claims
         .iter()
         .map(|claim| (claim.key.as_str(), claim))

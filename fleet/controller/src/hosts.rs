@@ -339,6 +339,7 @@ impl Host {
         };
         let mut keys = self.keys();
         let answer = self.answer(keys.list_static_keys(timed(request))).await?;
+        check_runs(&answer)?;
         Ok(answer.keys)
     }
 
@@ -351,7 +352,8 @@ impl Host {
             ..v1::ListStaticKeysRequest::default()
         };
         let (mut keys, mut guests) = (self.keys(), self.guests());
-        self.answer(keys.list_static_keys(timed(request))).await?;
+        let listed = self.answer(keys.list_static_keys(timed(request))).await?;
+        check_runs(&listed)?;
         let request = v1::DescribeGuestRequest {
             guest: guest.to_owned(),
             find_kernel_state: false,
@@ -484,6 +486,14 @@ pub async fn traced<F: Future>(trace_id: u128, calls: F) -> F::Output {
 /// Returns the trace of the calls that this task makes.
 pub fn current_trace() -> Option<u128> {
     TRACE_ID.try_with(|trace_id| *trace_id).ok()
+}
+
+/// Refuses the keys of a kernel that has panicked, which tell nothing about a guest that runs.
+fn check_runs(listed: &v1::ListStaticKeysResponse) -> Result<(), Status> {
+    match listed.panicked {
+        true => Err(Status::failed_precondition("its kernel has panicked")),
+        false => Ok(()),
+    }
 }
 
 fn claims_of(guest: &str, owner: &str, page_size: i32) -> v1::ListClaimsRequest {

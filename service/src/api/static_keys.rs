@@ -64,6 +64,7 @@ impl StaticKeysService for StaticKeysApi {
             revision: page.revision,
             incarnation: guest.keys.incarnation().to_string(),
             total_size: i32::try_from(page.total).unwrap_or(i32::MAX),
+            panicked: page.panicked,
         }))
     }
 

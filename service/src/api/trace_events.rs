@@ -235,10 +235,10 @@ fn choose(
     }
 }
 
-/// Returns the reader that a request names.
+/// Returns the source that a request names.
 ///
 /// # Errors
-/// The number stands for no reader.
+/// There is no source of this number.
 pub fn trace_source(source: i32) -> Result<v1::TraceSource, TraceError> {
     v1::TraceSource::try_from(source).map_err(|_| {
         let message = format!("unknown source {source}; give memory or agent");

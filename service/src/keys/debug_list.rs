@@ -60,7 +60,7 @@ impl Keys {
     /// registration.
     pub fn list_debug_sites(&self, query: &DebugListQuery) -> Result<DebugPage, KeysError> {
         let revision = self.revision();
-        let registration = self.registry().to_read()?;
+        let (registration, _) = self.registry().to_read()?;
         let generation = registration.generation;
         let first: usize = match parse_page_token(&query.page_token, generation)? {
             None => 0,

@@ -258,16 +258,21 @@ impl Registry {
         self.known()
     }
 
-    /// Does the same as [`Self::snapshot`], and returns also a kernel that has panicked. Nothing may
-    /// be changed with it.
+    /// Returns the current registration as [`Self::snapshot`] does, or that of a kernel that was
+    /// discovered and has panicked, and whether it has. Use it only to read.
     ///
     /// # Errors
     /// [`KeysError::NotRegistered`] with the reason and the next step.
-    pub fn to_read(&self) -> Result<Arc<Registration>, KeysError> {
-        match self.snapshot() {
-            Ok(snapshot) => Ok(snapshot.registration),
-            Err(error) => self.state().panicked.clone().ok_or(error),
+    pub fn to_read(&self) -> Result<(Arc<Registration>, bool), KeysError> {
+        let error = match self.snapshot() {
+            Ok(snapshot) => return Ok((snapshot.registration, false)),
+            Err(error) => error,
+        };
+        if let Some(discovery) = self.discovery.get() {
+            discovery.find_panicked(self);
         }
+        let panicked = self.panicked().filter(|kernel| self.is_same_boot(kernel));
+        panicked.map(|kernel| (kernel, true)).ok_or(error)
     }
 
     /// Returns whether no kernel is to be discovered: the running kernel has registered, or

@@ -43,7 +43,7 @@ impl Keys {
             revision: self.revision(),
             ..Verification::default()
         };
-        let registration = self.registry().to_read()?;
+        let (registration, _) = self.registry().to_read()?;
         let ram = self.ram()?;
         let mut suspects: Vec<KeyId> = Vec::new();
         for key in registration.catalog.keys() {

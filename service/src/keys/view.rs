@@ -28,6 +28,8 @@ pub struct KeyPage {
     pub revision: u64,
     /// Number of keys on all pages.
     pub total: usize,
+    /// The kernel has panicked, and its keys cannot be changed.
+    pub panicked: bool,
 }
 
 /// A key in the state in which it was read.
@@ -100,7 +102,7 @@ impl Keys {
         // The revision is read before the counts, so that a watch from the next revision misses
         // nothing.
         let revision = self.revision();
-        let registration = self.shared.registry.to_read()?;
+        let (registration, panicked) = self.shared.registry.to_read()?;
         let after = parse_page_token(&query.page_token, registration.generation)?;
         let ram = self.ram()?;
         // The first call after a change of the tables sorts the names, which takes too long for the
@@ -109,6 +111,7 @@ impl Keys {
         let book = self.shared.book();
         let mut page = KeyPage {
             revision,
+            panicked,
             ..KeyPage::default()
         };
         let mut bytes = 0;
@@ -145,7 +148,7 @@ impl Keys {
     /// a page token of another registration.
     pub fn get(&self, name: &str, page_size: usize, token: &str) -> Result<KeyDetails, KeysError> {
         let revision = self.revision();
-        let registration = self.shared.registry.to_read()?;
+        let (registration, _) = self.shared.registry.to_read()?;
         let first: usize = match parse_page_token(token, registration.generation)? {
             None => 0,
             Some(first) => first.parse().map_err(|_| invalid_token(MALFORMED))?,

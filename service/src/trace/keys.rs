@@ -66,7 +66,7 @@ fn traced(keys: &Keys) -> Option<(Source, KernelMemory)> {
 
 impl TracepointKeys for Keys {
     fn tracepoints(&self) -> Result<Vec<TracepointFacts>, KeysError> {
-        let registration = self.registry().to_read()?;
+        let (registration, _) = self.registry().to_read()?;
         let ram = self.ram()?;
         let memory = registration.memory(ram);
         let mut room = NAMED_PROBES;

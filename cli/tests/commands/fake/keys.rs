@@ -132,6 +132,7 @@ impl StaticKeysService for Fake {
                 revision: guest.revision,
                 incarnation: INCARNATION.to_owned(),
                 total_size: 3,
+                panicked: false,
             }))
         })
     }

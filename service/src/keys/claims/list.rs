@@ -60,7 +60,7 @@ pub struct ClaimView {
     pub verdict: Verdict,
     /// Time at which the claim expires.
     pub expires_at: Option<SystemTime>,
-    /// The owner whose claim decides, if this claim is not made because of it.
+    /// The owner whose claim decides against this one, if this one is held by others.
     pub decided_by: Option<Owner>,
 }
 
@@ -69,12 +69,14 @@ impl Keys {
     #[must_use]
     pub fn claims(&self, query: &ClaimQuery) -> ClaimPage {
         let registry = &self.shared.registry;
-        let snapshot = registry.snapshot().ok();
-        let registration = snapshot.as_ref().map(|snapshot| &*snapshot.registration);
+        let read = registry.to_read().ok();
+        let registration = read.as_ref().map(|(registration, _)| &**registration);
         let book = self.shared.book();
+        // The boot of a kernel that has panicked is not given, because its claims have no future.
+        let running = read.as_ref().filter(|(_, panicked)| !panicked);
         let mut page = ClaimPage {
-            boot: registration
-                .map(|registration| self.shared.boot_name(registration))
+            boot: running
+                .map(|(registration, _)| self.shared.boot_name(registration))
                 .unwrap_or_default(),
             ..ClaimPage::default()
         };
@@ -105,7 +107,7 @@ impl Keys {
             let count = memory.as_ref().and_then(|(registration, memory)| {
                 look(registration, memory, name, &mut claims, holds)
             });
-            let decider = claims.decider().map(|claim| claim.owner.clone());
+            let decider = claims.decider().cloned();
             for claim in claims
                 .stack()
                 .iter()
@@ -117,8 +119,11 @@ impl Keys {
                 if query.not_made && verdict == Verdict::Made {
                     continue;
                 }
-                let others = decider.as_ref().filter(|owner| **owner != claim.owner);
-                let decided_by = others.filter(|_| verdict == Verdict::HeldByOthers).cloned();
+                let against = decider
+                    .as_ref()
+                    .filter(|decider| decider.want != claim.want);
+                let against = against.filter(|_| verdict == Verdict::HeldByOthers);
+                let decided_by = against.map(|decider| decider.owner.clone());
                 let owners = [Some(&claim.owner), decided_by.as_ref()];
                 let owners = owners.into_iter().flatten();
                 let owner_bytes: usize = owners.map(|owner| owner.holder().len()).sum();
@@ -127,7 +132,9 @@ impl Keys {
                     key: name.clone(),
                     claim: claim.clone(),
                     generation: state.map_or(0, |state| state.generation),
-                    decides: decider.as_ref() == Some(&claim.owner),
+                    decides: decider
+                        .as_ref()
+                        .is_some_and(|decider| decider.owner == claim.owner),
                     verdict,
                     expires_at: state.and_then(|state| state.expires).map(|(_, at)| at),
                     decided_by,

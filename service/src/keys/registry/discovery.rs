@@ -28,11 +28,10 @@ use patchbay_guest::discovery::Discoverable;
 use patchbay_guest::log_limit::limited;
 use patchbay_kernel_image::live::{self, DiscoveryError, Finder, Way};
 pub use patchbay_kernel_image::live::{DebugFile, DebugFiles, FileUse};
-use patchbay_memory::{Cpu, PhysicalMemory};
 use static_keys::{GateKind, GuestMemory, ListedGate};
 
 use super::discovered::tables;
-use super::{KernelLog, RegistrationPhase, Registry};
+use super::{KernelLog, Registration, RegistrationPhase, Registry};
 use patchbay_guest::kernel_memory::KernelMemory;
 
 /// The maximum number of attempts while the guest changes the tables.
@@ -83,6 +82,8 @@ struct State {
     refused: u32,
     /// The vCPUs did not run the discovered kernel.
     doubted: bool,
+    /// The last attempt found a kernel that has panicked.
+    panics: bool,
 }
 
 impl Discovery {
@@ -150,9 +151,16 @@ impl Discovery {
             }
             (state.registration.clone(), state.own.clone())
         };
+        if own.is_some() {
+            registry.forget_panicked();
+        }
         if own.is_some_and(|own| own.withdrawn.is_none()) {
             return;
         }
+        state.follow_panic(
+            registry,
+            registered.as_ref().filter(|_| resets == last && !doubted),
+        );
         // The memory of the discovered kernel, if this kernel still runs.
         let known = registered
             .as_ref()
@@ -192,10 +200,16 @@ impl Discovery {
                 state.next = Some(Instant::now() + SHORT_REST);
             }
             Err(error) => {
-                if !matches!(error, DiscoveryError::Panics(_)) {
+                state.refused = 0;
+                state.panics = matches!(error, DiscoveryError::Panics(_));
+                // The registers of a guest that its monitor stops at a panic are not known.
+                let is_other = matches!(
+                    error,
+                    DiscoveryError::Absent(_) | DiscoveryError::Refused(_)
+                );
+                if is_other {
                     registry.forget_panicked();
                 }
-                state.refused = 0;
                 state.busy = matches!(error, DiscoveryError::Busy(_));
                 let rest = if state.busy { SHORT_REST } else { REST };
                 state.next = Some(Instant::now() + rest);
@@ -229,6 +243,34 @@ impl Discovery {
         }
     }
 
+    /// Discovers the running kernel to be read, if it has panicked before it was discovered.
+    pub fn find_panicked(&self, registry: &Registry) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if !state.panics || self.guest.is_held() || registry.panicked().is_some() {
+            return;
+        }
+        let began = Instant::now();
+        let Ok(Some(cpus)) = self.guest.cpus() else {
+            return;
+        };
+        // One attempt suffices, because the memory of such a kernel changes no more.
+        state.panics = false;
+        let found = state
+            .finder
+            .find_panicked(self.guest.memory(), &cpus, Way::Image);
+        state.generation += 1;
+        let kept = found.map_err(|error| error.to_string()).and_then(|kernel| {
+            state.kernel = same_kernel(&kernel);
+            let tables = tables(kernel, state.resets, state.generation, began.elapsed());
+            let registration = tables.and_then(|tables| registry.to_registration(tables));
+            registration.map_err(|refused| refused.to_string())
+        });
+        match kept {
+            Ok(registration) => registry.keep_panicked(Arc::new(registration)),
+            Err(why) => tracing::debug!(why, "a kernel that has panicked cannot be read"),
+        }
+    }
+
     /// Returns the time until the next attempt, if the last one found the guest busy.
     pub fn busy_for(&self) -> Option<Duration> {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -258,10 +300,6 @@ impl Discovery {
             };
             left -= 1;
             match state.finder.find(self.guest.memory(), &cpus, way) {
-                Err(error @ DiscoveryError::Panics(_)) => {
-                    state.keep_panicked(self.guest.memory(), registry, (&cpus, way), began);
-                    return Err(error);
-                }
                 // The guest may just have been reset, so only a second refusal counts.
                 Err(DiscoveryError::Refused(_)) if !was_refused && left > 0 => was_refused = true,
                 Err(DiscoveryError::Busy(_) | DiscoveryError::Absent(_)) if left > 0 => {}
@@ -288,10 +326,7 @@ impl Discovery {
         if let Some(used) = &kernel.evidence.file {
             tracing::debug!(?used, "debug file");
         }
-        let same_kernel = gates_of(
-            &kernel,
-            &[GateKind::SameKernel, GateKind::SystemState, GateKind::Panic],
-        );
+        let same_kernel = same_kernel(&kernel);
         let modules = gates_of(
             &kernel,
             &[
@@ -317,25 +352,29 @@ impl Discovery {
 }
 
 impl State {
-    /// Discovers a kernel that has panicked, so that its keys can be read. If it cannot be read,
-    /// the panic is reported all the same.
-    fn keep_panicked(
-        &mut self,
-        memory: &dyn PhysicalMemory,
-        registry: &Registry,
-        (cpus, way): (&[Cpu], Way),
-        began: Instant,
-    ) {
-        let found = self.finder.find_panicked(memory, cpus, way);
-        let kept = found.map_err(|error| error.to_string()).and_then(|kernel| {
-            self.generation += 1;
-            let tables = tables(kernel, self.resets, self.generation, began.elapsed());
-            let kept = tables.and_then(|tables| registry.keep_panicked(tables));
-            kept.map_err(|refused| refused.to_string())
-        });
-        if let Err(why) = kept {
-            tracing::debug!(why, "a kernel that has panicked cannot be read");
+    /// Keeps the discovered kernel to be read if it has panicked. Forgets a kernel that was kept and
+    /// no longer runs.
+    fn follow_panic(&self, registry: &Registry, discovered: Option<&Arc<Registration>>) {
+        let Some(ram) = registry.ram() else { return };
+        let is_open = |registration: &Registration, kind: GateKind| {
+            let gates = self.kernel.iter().filter(|gate| gate.kind == kind);
+            let gates: Vec<ListedGate> = gates.cloned().collect();
+            open(&gates, &registration.memory(ram))
+        };
+        let runs = |registration: &Registration| {
+            is_open(registration, GateKind::SameKernel)
+                && is_open(registration, GateKind::SystemState)
+        };
+        if let Some(kept) = registry.panicked()
+            && !runs(&kept)
+        {
             registry.forget_panicked();
+        }
+        if let Some(discovered) = discovered
+            && runs(discovered)
+            && !is_open(discovered, GateKind::Panic)
+        {
+            registry.keep_panicked(Arc::clone(discovered));
         }
     }
 
@@ -393,6 +432,14 @@ impl Registry {
 fn torn(kernel: &live::Kernel) -> impl Iterator<Item = (&live::ObservedKey, &str)> {
     let keys = kernel.keys.iter();
     keys.filter_map(|key| Some((key, key.torn.as_deref()?)))
+}
+
+/// Returns the gates that close when the kernel no longer runs.
+fn same_kernel(kernel: &live::Kernel) -> Vec<ListedGate> {
+    gates_of(
+        kernel,
+        &[GateKind::SameKernel, GateKind::SystemState, GateKind::Panic],
+    )
 }
 
 fn gates_of(kernel: &live::Kernel, kinds: &[GateKind]) -> Vec<ListedGate> {

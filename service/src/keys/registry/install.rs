@@ -8,7 +8,7 @@ use patchbay_guest::log_limit::limited;
 use super::request_memory::RequestMemory;
 use super::source;
 use super::tables::{Contents, KernelTables};
-use super::{Identity, OwnRequest, RegistrationPhase, Registry, Writer};
+use super::{Identity, OwnRequest, Registration, RegistrationPhase, Registry, Writer};
 use crate::keys::boot::Boot;
 use crate::keys::registration::Refused;
 
@@ -32,36 +32,38 @@ impl Registry {
         self.install(ram.into(), checked, discovered, &mut writer)
     }
 
-    /// Keeps a kernel that has panicked, so that its keys can be read.
+    /// Returns what the tables of a kernel say, without registering it.
     ///
     /// # Errors
-    /// [`Refused`]: its tables are malformed.
-    pub(super) fn keep_panicked(&self, mut tables: KernelTables) -> Result<(), Refused> {
-        let Some(ram) = self.ram.get() else {
-            return Ok(());
-        };
+    /// [`Refused`]: they are malformed.
+    pub(super) fn to_registration(&self, tables: KernelTables) -> Result<Registration, Refused> {
+        let unattached = || Refused("the guest's memory is not attached".to_owned());
+        let ram = self.ram.get().ok_or_else(unattached)?;
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        let (boot, before) = {
-            let state = self.state();
-            let boot = state.boot.clone().filter(|boot| boot.id == tables.boot);
-            (boot, state.panicked.clone())
-        };
-        if let Some(before) = before.filter(|before| before.boot == tables.boot) {
-            // The pages of a list continue.
-            tables.generation = before.generation;
-        }
         tables.check()?;
-        let mut boot = boot.unwrap_or_else(|| Boot::new(tables.boot, writer.next_epoch()));
+        let mut boot = Boot::new(tables.boot, writer.next_epoch());
         let mut registration = source::registration(ram.into(), tables, boot.epoch)?;
         source::add_epochs(&mut registration, &mut boot, || writer.next_epoch());
         self.apply_declarations(&mut registration);
-        self.state().panicked = Some(Arc::new(registration));
-        Ok(())
+        Ok(registration)
     }
 
-    /// Forgets the kernel that had panicked, because it does not run any more.
+    /// Keeps a discovered kernel that has panicked, so that its keys can be read.
+    pub(super) fn keep_panicked(&self, registration: Arc<Registration>) {
+        self.state().panicked = Some(registration);
+    }
+
+    /// Returns the kernel that has panicked.
+    pub(super) fn panicked(&self) -> Option<Arc<Registration>> {
+        self.state().panicked.clone()
+    }
+
+    /// Forgets the kernel that has panicked, if there is one: another one runs.
     pub(super) fn forget_panicked(&self) {
-        self.state().panicked = None;
+        let had = self.state().panicked.take().is_some();
+        if had {
+            self.announce_removed("");
+        }
     }
 
     /// Refuses the discovery of a kernel that registers itself.
@@ -141,9 +143,8 @@ impl Registry {
         }
         match result {
             Ok((registration, boot)) => {
-                let mut state = self.state();
-                (state.boot, state.panicked) = (Some(boot), None);
-                drop(state);
+                self.forget_panicked();
+                self.state().boot = Some(boot);
                 limited!(
                     info,
                     release = registration.release,

@@ -11,7 +11,9 @@ use zerocopy::FromBytes;
 
 use super::super::{KernelTables, requests};
 use super::*;
-use crate::keys::{ClosedGate, KeyUpdate, Keys, KeysConfig, KeysError, ListQuery, UpdateRequest};
+use crate::keys::{
+    ClosedGate, KeyPage, KeyUpdate, Keys, KeysConfig, KeysError, ListQuery, UpdateRequest,
+};
 use crate::testing::{Discovered, discovered_after, found as as_discovered};
 use crate::trace::TracepointKeys;
 use patchbay_guest::testing::{InMemoryGuest, TestKey, Told};
@@ -451,40 +453,88 @@ async fn enable(keys: &Keys) -> Result<(), KeysError> {
     keys.update(request).await.map(drop)
 }
 
+/// The monitor stops the guest at the panic, so the registers of its vCPUs are not known.
 #[tokio::test]
 async fn the_keys_of_a_kernel_that_has_panicked_are_listed_and_not_changed() {
-    let (guest, empty, keys) = served();
-    enable(&keys).await.expect("it runs");
-    let registry = keys.registry();
-    let tables = || {
-        let mut tables = as_discovered(&guest);
-        tables.discovery = found(&guest).discovery;
-        tables
+    let names = ["alpha", "same", "panic"];
+    let guest = InMemoryGuest::boot(
+        Arc::<Registry>::default(),
+        &names.map(|name| TestKey::new(name, 1)),
+    );
+    let registry = Registry::default();
+    let empty = Arc::new(Empty::default());
+    registry.discover(empty.clone(), None);
+    registry.attach(guest.ram().clone());
+    let mut tables = as_discovered(&guest);
+    tables.discovery = found(&guest).discovery;
+    (tables.promises.fence, tables.promises.text_gates) = (false, true);
+    registry.register_kernel(tables).expect("taken");
+    let known = registry.snapshot().expect("taken").registration;
+    let gate = |kind, name: &str| ListedGate {
+        kind,
+        name: Arc::default(),
+        address: known.find(name).expect("a key").id.0,
+        width: 4,
+        mask: u64::MAX,
+        wanted: 0,
+        concerns: Concerns::ALL,
+        per_cpu: false,
     };
-    registry.keep_panicked(tables()).expect("it can be read");
-    let panic = DiscoveryError::Panics(2).to_string();
-    registry.not_discovered(panic.clone());
-    let discovery = registry.discovery.get().expect("served");
-    discovery.state.lock().expect("not poisoned").next = Some(late());
-    let listed = keys.list(&ListQuery::default()).expect("kept").keys;
-    let alpha = (&*listed[0].name, listed[0].count, listed[0].held_references);
+    let kernel = vec![
+        gate(GateKind::SameKernel, "same"),
+        gate(GateKind::Panic, "panic"),
+    ];
+    let discovery = registry.discovery.get().expect("just set");
+    discovery.state.lock().expect("not poisoned").kernel = kernel;
+    let registry = Arc::new(registry);
+    let keys = keys_of(&guest, &registry);
+    enable(&keys).await.expect("it runs");
+    let list = || keys.list(&ListQuery::default());
+    let etags = |page: KeyPage| page.keys.into_iter().map(|key| key.etag);
+    let before = list().expect("it runs");
+    assert!(!before.panicked);
+
+    *empty.registers.lock().expect("no panic") = Registers::Late;
+    guest.set_count("panic", 1);
+    let listed = list().expect("it can be read");
+    assert!(listed.panicked);
+    let alpha = &listed.keys[0];
+    let alpha = (&*alpha.name, alpha.count, alpha.held_references);
     assert_eq!(alpha, ("alpha", 1, 1));
+    let unchanged = etags(listed)
+        .zip(etags(before))
+        .filter(|(now, then)| now == then);
+    assert_eq!(unchanged.count(), 2, "only the count of `panic` differs");
     assert!(keys.get("alpha", 10, "").is_ok());
     assert_eq!(keys.tracepoints().expect("kept").len(), 0);
-    // The first page of a list has a token for the second, also if the kernel is found again.
-    let generation = |registry: &Registry| registry.to_read().expect("kept").generation;
-    let first = generation(registry);
-    let mut again = tables();
-    again.generation += 1;
-    registry.keep_panicked(again).expect("it can be read");
-    assert_eq!(generation(registry), first);
     let error = enable(&keys).await.expect_err("panicked").to_string();
-    assert!(error.contains(&panic), "{error}");
+    assert!(error.contains("were not discovered: "), "{error}");
     assert_eq!(guest.count("alpha"), 1);
 
+    guest.set_count("same", 1);
+    list().expect_err("another kernel runs");
+    guest.set_count("same", 0);
+    list().expect_err("it was forgotten");
+}
+
+/// A kernel that panicked before it was discovered is found once, and not after a reset.
+#[test]
+fn a_kernel_that_was_kept_is_not_that_of_another_boot() {
+    let guest = InMemoryGuest::boot(Arc::<Registry>::default(), &keys());
+    let registry = Registry::default();
+    let empty = Arc::new(Empty::default());
+    registry.discover(empty.clone(), None);
+    registry.attach(guest.ram().clone());
+    *empty.registers.lock().expect("no panic") = Registers::Late;
+    registry.to_read().expect_err("nothing is known");
+    let mut tables = as_discovered(&guest);
+    tables.discovery = found(&guest).discovery;
+    let kernel = registry.to_registration(tables).expect("whole");
+    registry.keep_panicked(Arc::new(kernel));
+    let (kernel, panicked) = registry.to_read().expect("kept");
+    assert!(panicked && kernel.find("alpha").is_ok());
     empty.resets.fetch_add(1, Ordering::SeqCst);
-    let error = keys.list(&ListQuery::default()).expect_err("reset");
-    assert!(!error.to_string().contains("panics"), "{error}");
+    registry.to_read().expect_err("another boot");
 }
 
 /// The memory of a kernel that ended at a reset passes every gate.
