@@ -25,6 +25,9 @@ pub const VALGRIND: &[&str] = &["valgrind"];
 /// Packages that read the recordings of `patchbay trace record --format trace-dat`.
 pub const TRACE_CMD: &[&str] = &["trace-cmd"];
 
+/// Packages that read the journals of `patchbay guest log -o export`.
+pub const JOURNAL: &[&str] = &["systemd-journal-remote"];
+
 /// Packages that the tests with QEMU snapshots need.
 pub const SNAPSHOTS: &[&str] = &["qemu-utils"];
 

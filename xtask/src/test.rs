@@ -283,6 +283,7 @@ fn variables(
         ("patchbay-fleet", "libfaketime", host::CLOCK),
         ("patchbay-vmm::instructions", "valgrind", host::VALGRIND),
         ("patchbay-cli::commands", "trace-cmd", host::TRACE_CMD),
+        ("patchbay-cli::commands", "journald", host::JOURNAL),
         ("patchbay-attach::libvirt", "libvirt", host::LIBVIRT),
         ("patchbay-attach::linux_host", "libvirt", host::LIBVIRT),
         ("patchbay-attach::linux_host", "etcd", host::ETCD),

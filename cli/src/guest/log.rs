@@ -8,6 +8,7 @@ use patchbay_proto::v1;
 use serde::Serialize;
 use tokio_stream::StreamExt;
 
+use super::journal::Boot;
 use crate::args::output::{LogFormat, Output, OutputArgument, log_format_parser};
 use crate::args::times::{self, time_in};
 use crate::client::{Client, to_proto};
@@ -116,7 +117,7 @@ fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-fn time(record: &v1::KernelLogRecord) -> Duration {
+pub fn time(record: &v1::KernelLogRecord) -> Duration {
     Duration::try_from(record.time.unwrap_or_default()).unwrap_or_default()
 }
 
@@ -162,47 +163,6 @@ pub fn line(record: v1::KernelLogRecord, is_memory: bool) -> Line {
         text_lost: record.text_lost,
         unfinished: record.unfinished,
     }
-}
-
-/// Returns a record in the journal's export format (systemd's JOURNAL_EXPORT_FORMATS). In a field
-/// whose value has several lines, the length of the value as a 64-bit number precedes it.
-fn export(record: &v1::KernelLogRecord) -> Vec<u8> {
-    let mut entry = Vec::new();
-    let mut field = |name: &str, value: &str| {
-        // A tab does not act on a terminal, and the journal keeps it.
-        let value = value
-            .split('\t')
-            .map(harmless)
-            .collect::<Vec<_>>()
-            .join("\t");
-        entry.extend_from_slice(name.as_bytes());
-        if value.contains('\n') {
-            entry.push(b'\n');
-            entry.extend_from_slice(&(value.len() as u64).to_le_bytes());
-        } else {
-            entry.push(b'=');
-        }
-        entry.extend_from_slice(value.as_bytes());
-        entry.push(b'\n');
-    };
-    let micros = time(record).as_micros().to_string();
-    field("__MONOTONIC_TIMESTAMP", &micros);
-    field("_SOURCE_MONOTONIC_TIMESTAMP", &micros);
-    field("_TRANSPORT", "kernel");
-    field("PRIORITY", &record.level.to_string());
-    field("SYSLOG_FACILITY", &record.facility.to_string());
-    field("SYSLOG_IDENTIFIER", "kernel");
-    for (name, value) in [
-        ("_KERNEL_SUBSYSTEM", &record.subsystem),
-        ("_KERNEL_DEVICE", &record.device),
-    ] {
-        if !value.is_empty() {
-            field(name, value);
-        }
-    }
-    field("MESSAGE", &record.text);
-    entry.push(b'\n');
-    entry
 }
 
 fn json(value: &impl Serialize, out: &mut Vec<u8>) -> Result<(), Failure> {
@@ -256,12 +216,19 @@ pub async fn log(client: &Client, arguments: LogArgs) -> Result<(), Failure> {
         no_follow: !arguments.follow,
         ..Default::default()
     });
+    let mut boot = match format {
+        LogFormat::Export => Some(Boot::of(client).await?),
+        LogFormat::Table | LogFormat::Json => None,
+    };
     let stream = client.tracepoints().stream_kernel_log(request).await?;
     let mut stream = stream.into_inner();
     let mut is_memory = false;
     while let Some(message) = stream.next().await {
         let message = message?;
         is_memory |= message.source() == v1::KernelLogSource::Memory;
+        if message.restarted && boot.is_some() {
+            boot = Some(Boot::of(client).await?);
+        }
         let mut out = Vec::new();
         if format != LogFormat::Json {
             tell_losses(&message);
@@ -274,10 +241,10 @@ pub async fn log(client: &Client, arguments: LogArgs) -> Result<(), Failure> {
             grep.is_none_or(|grep| record.text.contains(grep))
         };
         for record in message.records.into_iter().filter(wanted) {
-            match format {
-                LogFormat::Table => out.extend_from_slice(text(&record).as_bytes()),
-                LogFormat::Json => json(&line(record, is_memory), &mut out)?,
-                LogFormat::Export => out.extend(export(&record)),
+            match &boot {
+                Some(boot) => out.extend(boot.entry(&record)),
+                None if format == LogFormat::Json => json(&line(record, is_memory), &mut out)?,
+                None => out.extend_from_slice(text(&record).as_bytes()),
             }
         }
         write(&out)?;
@@ -298,11 +265,6 @@ mod tests {
             text: "a\u{9b}2J\u{7f}".to_owned(),
             ..Default::default()
         };
-        let exported = String::from_utf8(export(&record)).expect("UTF-8");
-        assert!(
-            exported.contains("MESSAGE=a\u{fffd}2J\u{fffd}\n"),
-            "{exported:?}"
-        );
         let mut out = Vec::new();
         json(&line(record, true), &mut out).expect("JSON");
         let out = String::from_utf8(out).expect("UTF-8");

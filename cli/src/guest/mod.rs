@@ -3,6 +3,7 @@
 
 pub mod autopsy;
 pub mod console;
+mod journal;
 pub mod log;
 pub mod run;
 mod snapshot;

@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests `guest log`, and `debug on --follow` in a guest without an agent.
 
+use std::io::{ErrorKind, Write};
+use std::process::{Command, Stdio};
+use std::time::SystemTime;
+
 use patchbay_guest::testing::TestKey;
 use patchbay_kernel_image::DebugLine;
 use patchbay_service::testing::{Discovered, GuestLog, GuestRings, numbered};
+use serde_json::Value;
 
 use super::lab::{Commands, Lab};
 
@@ -197,11 +202,33 @@ fn records_are_objects_and_entries_of_a_journal() {
         "{text:.80}"
     );
 
+    log.put_uptime(500, 0);
+    let now = || {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        now.expect("after 1970").as_micros()
+    };
+    let before = now();
     let output = lab.run(&["guest", "log", "--from", "102", "-o", "export"]);
-    let entry = "__MONOTONIC_TIMESTAMP=400000101\n_SOURCE_MONOTONIC_TIMESTAMP=400000101\n\
-                 _TRANSPORT=kernel\nPRIORITY=6\nSYSLOG_FACILITY=0\nSYSLOG_IDENTIFIER=kernel\n\
-                 MESSAGE=x\n\n";
-    assert_eq!(String::from_utf8_lossy(&output.stdout), entry);
+    let boots = before - 500_000_000..=now() - 500_000_000;
+    let entry = String::from_utf8(output.stdout).expect("UTF-8");
+    let time = entry.lines().next().expect("a field");
+    let time = time
+        .strip_prefix("__REALTIME_TIMESTAMP=")
+        .expect("the time");
+    let time: u128 = time.parse().expect("a number");
+    assert!(boots.contains(&(time - 400_000_101)), "{boots:?} {entry}");
+    for field in [
+        "__MONOTONIC_TIMESTAMP=400000101",
+        "_SOURCE_MONOTONIC_TIMESTAMP=400000101",
+        "_TRANSPORT=kernel",
+        "PRIORITY=6",
+        "SYSLOG_FACILITY=0",
+        "SYSLOG_IDENTIFIER=kernel",
+        "MESSAGE=x",
+    ] {
+        assert!(entry.lines().any(|line| line == field), "{field}: {entry}");
+    }
+    assert!(entry.ends_with("\n\n"), "{entry}");
     let (_, said, code) = lab.all(&["guest", "log", "--from", "1"]);
     assert!(said.contains("38 messages are lost"), "{said}");
     assert_eq!(code, Some(0));
@@ -214,6 +241,46 @@ fn a_value_of_several_lines_has_its_length_in_a_journal() {
     let field = b"MESSAGE\n\x18\0\0\0\0\0\0\0eth0: link up\n\ttwo lines\n\n";
     let found = output.windows(field.len()).any(|part| part == field);
     assert!(found, "{}", String::from_utf8_lossy(&output));
+}
+
+/// Where Debian installs the program, which is not on the path.
+const JOURNAL_REMOTE: &str = "/lib/systemd/systemd-journal-remote";
+
+#[test]
+fn the_journal_imports_the_records() {
+    let (lab, log) = lab();
+    log.put_uptime(500, 0);
+    let folder = tempfile::tempdir().expect("a folder");
+    let journal = folder.path().join("guest.journal");
+    let mut import = Command::new(JOURNAL_REMOTE);
+    let import = import.arg("--output").arg(&journal).arg("-");
+    let mut import = match import.stdin(Stdio::piped()).spawn() {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            println!("SKIPPED: {JOURNAL_REMOTE} is missing; install systemd-journal-remote");
+            return;
+        }
+        import => import.expect("started"),
+    };
+    let exported = lab.run(&["guest", "log", "-o", "export"]).stdout;
+    let mut input = import.stdin.take().expect("a pipe");
+    input.write_all(&exported).expect("it reads");
+    drop(input);
+    assert!(import.wait().expect("it ends").success());
+    let mut journalctl = Command::new("journalctl");
+    let journalctl = journalctl.args(["--all", "-o", "json", "--file"]);
+    let read = journalctl.arg(&journal).output().expect("started");
+    assert!(read.status.success(), "{read:?}");
+    let text = String::from_utf8(read.stdout).expect("UTF-8");
+    let entries = text.lines().map(|line| {
+        let entry: Value = serde_json::from_str(line).expect("JSON");
+        let fields = ["_SOURCE_MONOTONIC_TIMESTAMP", "PRIORITY", "_HOSTNAME"];
+        fields.map(|field| entry[field].as_str().unwrap_or_default().to_owned())
+    });
+    let name = lab.json(&["guest", "describe"])["name"].clone();
+    let name = name.as_str().expect("a name");
+    let expected = [("12345678", "6"), ("400000000", "3"), ("400000001", "7")];
+    let expected = expected.map(|(time, level)| [time, level, name].map(str::to_owned));
+    assert_eq!(entries.collect::<Vec<_>>(), expected, "{text}");
 }
 
 #[test]
