@@ -445,9 +445,9 @@ impl PausedGuest for Paused<'_> {
 }
 
 impl Paused<'_> {
-    /// Returns the guest's run state and the report of the last migration, after the check before
-    /// the first write. While the vCPUs are frozen, neither a reset nor another client's stop takes
-    /// effect.
+    /// Returns the guest's run state and the report of the last migration.
+    /// [`PausedGuest::begin_writes`] must have asked QEMU before: while the vCPUs stay frozen, no
+    /// later reset or stop by another client takes effect.
     fn look(&self) -> Result<(String, Migration), String> {
         let monitor = &self.guest.monitor;
         let state = match self.way {

@@ -336,9 +336,9 @@ impl Host {
     }
 }
 
-/// Returns the RAM of a VM, of which `used` is already used. `mappings` reads the mappings of the
-/// process at these addresses. It is called once, for a limited number of slots, because a monitor
-/// may have tens of thousands of slots and of mappings.
+/// Returns the RAM of a VM. `used` has the addresses of the RAM that was found before. `mappings`
+/// reads the process's mappings at the given addresses. It is called once, for at most
+/// [`MAX_RANGES`] slots, because a monitor may have tens of thousands of slots and mappings.
 fn ram_of(
     vm: &Vm,
     used: &[Range<u64>],
@@ -353,7 +353,7 @@ fn ram_of(
     let mut slots: Vec<(&Slot, Removal)> = removable.take(MAX_RANGES + 1).collect();
     if slots.len() > MAX_RANGES {
         return Err(AttachError::Refused(format!(
-            "the guest's RAM lies in more than {MAX_RANGES} memory slots"
+            "the guest has more than {MAX_RANGES} memory slots"
         )));
     }
     let places = slots.iter().map(|(slot, _)| slot.process_address);

@@ -102,7 +102,7 @@ pub(crate) fn lock_within(
             Err(TryLockError::WouldBlock) => {
                 return Err(unable(format!(
                     "the map of the guest's memory or the registers are still being read after {patience:?}, so the guest is not stopped; \
-                     try again, and see whether its monitor hangs"
+                     try again, and check whether the guest's monitor hangs"
                 )));
             }
         }

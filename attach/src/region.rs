@@ -74,8 +74,8 @@ pub struct HostMemory<'p> {
     deadline: Instant,
     files: Vec<Arc<MappedFile>>,
     memory: Option<Arc<File>>,
-    /// Addresses in files that were opened by this value, each with the mapping that was found and
-    /// the backend.
+    /// The uses of the files that `self` has opened: the address in the process, the mapping found
+    /// there, and the name of the backend.
     opened: Vec<(u64, Mapping, String)>,
 }
 
@@ -105,8 +105,8 @@ impl<'p> HostMemory<'p> {
         host_memory
     }
 
-    /// Returns the parts of the monitor's process that hold these ranges. Each range begins at its
-    /// address in the process.
+    /// Returns the memory of the monitor's process behind each range, which begins at the given
+    /// address of the process.
     ///
     /// # Errors
     /// [`AttachError`].
@@ -130,7 +130,7 @@ impl<'p> HostMemory<'p> {
     ) -> Result<HostRange, AttachError> {
         if Instant::now() >= self.deadline {
             return Err(AttachError::Refused(format!(
-                "process {} has so many mappings and descriptors that the guest's memory was not found among them in time; attach again",
+                "the guest's memory was not found in process {} in time; check how many mappings and descriptors the process has, and how fast QEMU answers",
                 self.process.pid()
             )));
         }
@@ -169,6 +169,9 @@ impl<'p> HostMemory<'p> {
         }
         let id = (mapping.device, mapping.inode);
         let known = self.files.iter().find(|known| known.id == id);
+        let is_opened =
+            |(_, mapping, _): &(u64, Mapping, String)| (mapping.device, mapping.inode) == id;
+        let is_new = known.is_none() || self.opened.iter().any(is_opened);
         let file = match known {
             Some(known) => Arc::clone(known),
             None => {
@@ -177,11 +180,14 @@ impl<'p> HostMemory<'p> {
                 };
                 let file = Arc::new(MappedFile::new(id, file, &mapping.path)?);
                 self.files.push(Arc::clone(&file));
-                let backend = range.backend.clone();
-                self.opened.push((address, mapping.clone(), backend));
                 file
             }
         };
+        if is_new {
+            // The mapping was read before the file was opened, and may have changed between.
+            let backend = range.backend.clone();
+            self.opened.push((address, mapping.clone(), backend));
+        }
         let offset = mapping.offset_of(address);
         let size = range.addresses.end - range.addresses.start;
         let end = offset.and_then(|offset| offset.checked_add(size));
@@ -317,8 +323,8 @@ impl Region {
     }
 
     /// Returns whether the monitor still maps the memory that this process accesses, given that the
-    /// region is now at `address` in the monitor. `mappings` has the mapping there if the region is
-    /// mapped.
+    /// region is now at `address` in the monitor. `mappings` must include `address` if the region
+    /// is accessed through a mapped file.
     pub fn is_still_at(&self, address: u64, mappings: Option<&Mappings>) -> bool {
         if address != self.host.address {
             return false;

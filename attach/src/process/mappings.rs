@@ -34,7 +34,8 @@ impl Mappings {
         addresses.sort_unstable();
         let mut left = &addresses[..];
         let mut runs = Vec::new();
-        // Keeps a run at one of the addresses, and returns whether others are left behind it.
+        // Keeps a run that contains one of the addresses. Returns whether any address lies beyond
+        /// it.
         let mut keep = |run: Mapping| {
             let (passed, rest) = left.split_at(left.partition_point(|at| *at < run.end));
             left = rest;
@@ -95,7 +96,8 @@ impl Mappings {
     }
 }
 
-/// A line of /proc/PID/maps.
+/// A line of /proc/PID/maps, or several that [`Mappings`] has joined. `path` is then that of the
+/// first one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mapping {
     /// First address.

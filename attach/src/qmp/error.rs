@@ -71,7 +71,8 @@ pub enum QmpError {
         /// QEMU's description of the error.
         description: String,
     },
-    /// A query or a command failed for a guest that is attached to by its process.
+    /// A query or a command failed for a reason that the host's kernel or this process gives, not
+    /// QEMU; the message is complete.
     #[error("{0}")]
     Host(String),
     /// The answer lacks a value that the command returns.

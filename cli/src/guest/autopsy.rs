@@ -29,7 +29,9 @@ const MAX_BYTES: usize = 48 << 20;
 /// The maximum number of bytes of the log's records among these. A panic is at the end, so the
 /// oldest records are left out.
 const MAX_LOG_BYTES: usize = 32 << 20;
-/// The maximum number of blanks by which a line of an item is indented further within the whole.
+/// The number of bytes that the rings leave for keys, holds, claims and tracepoints.
+const LISTS_BYTES: usize = 8 << 20;
+/// The maximum number of spaces that the whole JSON adds before a line of an item.
 const INDENT: usize = 8;
 /// The maximum number of rings, with that of the top level. A guest may have any number of
 /// instances.
@@ -112,10 +114,11 @@ impl Log {
 #[derive(Debug, Default, Serialize)]
 struct Ring {
     losses: Losses,
-    /// The number of events that are left out because newer ones took their place here.
+    /// The number of the oldest events that are left out, because of `--events` or the limit of
+    /// bytes.
     left_out: u64,
     events: VecDeque<Kept>,
-    /// The number of these events that are left out because of their size.
+    /// The number of those that only the limit of bytes leaves out.
     #[serde(skip)]
     too_large: u64,
     /// The size of all events.
@@ -149,8 +152,7 @@ impl Ring {
     }
 }
 
-/// Returns the number of bytes that a value and the comma behind it take at most in the JSON of an
-/// autopsy.
+/// Returns the maximum number of bytes of a value and the comma after it in the JSON of an autopsy.
 fn size(value: &impl Serialize) -> usize {
     // A value without a representation in JSON would fail the whole.
     json(value).map_or(usize::MAX, |text| {
@@ -234,6 +236,10 @@ impl Autopsy {
         let guest = super::describe_with_kernel(client).await.map(Some);
         found.guest = found.part("guest", guest);
         found.room = found.room.saturating_sub(size(&found.guest));
+        // The rings come next for the same reason as the log.
+        found.room = found.room.saturating_sub(LISTS_BYTES);
+        found.read_rings(client, arguments).await;
+        found.room = found.room.saturating_add(LISTS_BYTES);
         let request = v1::ListStaticKeysRequest::default();
         let keys = lists::keys(client, request).await;
         let keys = found.part("keys", keys.map(|listing| listing.keys));
@@ -256,8 +262,6 @@ impl Autopsy {
         let (tracepoints, _) = found.part("tracepoints", tracepoints);
         let tracepoints = tracepoints.into_iter().map(Into::into).collect();
         found.tracepoints = found.fit("tracepoints", tracepoints);
-        // The rings come last: they are the largest part, and take the room that the others leave.
-        found.read_rings(client, arguments).await;
         found
     }
 
@@ -276,8 +280,14 @@ impl Autopsy {
         names.truncate(MAX_RINGS);
         let mut rings = names.len();
         for instance in names {
-            // No ring takes the room of the ones after it.
-            let limit = self.room / rings;
+            // No ring takes the room of the ones after it. That of the top level is the first, and
+            // mostly the one that matters.
+            let shares = if instance.is_empty() {
+                rings.min(2)
+            } else {
+                rings
+            };
+            let limit = self.room / shares;
             rings -= 1;
             match ring_of(client, &instance, arguments.events as usize, limit).await {
                 Ok(ring) => self.keep(instance, ring),

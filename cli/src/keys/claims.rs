@@ -33,7 +33,7 @@ pub struct Claim {
     expires_at: Option<String>,
     /// The claim is void because the key's module was unloaded.
     key_replaced: bool,
-    /// The owner whose claim decides, if this claim is not made because of it.
+    /// The owner whose claim decides against this one, if this one is held by others.
     #[serde(skip_serializing_if = "Option::is_none")]
     decided_by: Option<Decider>,
 }
@@ -246,7 +246,10 @@ impl From<v1::Claim> for Claim {
 impl Claim {
     fn shown_state(&self) -> String {
         match (&self.decided_by, self.key_replaced) {
-            (Some(by), _) => format!("{} ({} decides)", self.state, by.owner),
+            (Some(by), _) if by.principal == self.principal => {
+                format!("{} ({} decides)", self.state, by.owner)
+            }
+            (Some(by), _) => format!("{} ({} of {} decides)", self.state, by.owner, by.principal),
             (None, true) if self.state == "void" => "void (the module was unloaded)".to_owned(),
             (None, _) => self.state.to_owned(),
         }

@@ -182,7 +182,7 @@ mod tests {
 
     use super::*;
 
-    /// The texts of a guest are in the description, but none of its lines are.
+    /// A guest's texts appear in the description, but cannot add lines to it.
     #[test]
     fn a_description_has_a_line_for_each_value() {
         const FORGED: &str = "a\n  panicked              no\u{9b}\u{202e}";

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use super::{Printable, Rows, counted, or_dash};
+use crate::text::one_line;
 use crate::view;
 
 impl Printable for Vec<view::ListedKey> {
@@ -382,7 +383,7 @@ impl Printable for view::Event {
                 out += &format!("  {label} {value}");
             }
         }
-        out + "\n"
+        one_line(&out) + "\n"
     }
 
     fn names(&self) -> Vec<&str> {

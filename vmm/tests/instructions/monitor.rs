@@ -5,6 +5,7 @@
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use patchbay_attach::flat_view::{RamRange, Removal};
 use patchbay_attach::memory::{Access, AttachedRam};
@@ -76,7 +77,8 @@ impl Monitor {
             removal: Removal::Never,
         };
         let host_address = |address| Ok(self.map + address);
-        let ram = AttachedRam::open(&self.process, vec![range], access, host_address);
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let ram = AttachedRam::open(&self.process, vec![range], access, deadline, host_address);
         let ram = ram.expect("memory");
         assert_eq!(ram.is_mapped(), access == Access::File);
         ram

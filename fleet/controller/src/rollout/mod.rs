@@ -29,9 +29,10 @@
 //! call. The same set may be sent any number of times, so an answer that is lost costs only time.
 //! No failure is final: a set that is not made is sent again, with a growing delay, until it is
 //! made or a person gives the guest up. A guest that has made its claims is asked whether they
-//! still hold. Claims that ended because their module was loaded again are sent again. If claims
-//! have no effect for another reason, the guest is `NotYet` and nothing is sent. It is `AsWanted`
-//! again when the cause has ended, or a person has the claims made again.
+//! still hold. Claims that are void because their key's module was unloaded are sent again once it
+//! is loaded, unless it is loaded again soon after each change. If claims have no effect for
+//! another reason, the guest is `NotYet` and nothing is sent. It is `AsWanted` again when another
+//! owner's claim or a hold has ended, or when a person has the claims made again.
 //!
 //! A driver calls [`Rollout::step`], saves the changes that [`Rollout::take_changes`] names,
 //! performs the actions, and reports each outcome. The driver may be killed between any two of

@@ -356,7 +356,7 @@ impl Rollout {
         self.set(index, State::NotYet { failure, why });
     }
 
-    /// Makes claims again that ended with their module. If the module is reloaded soon after each
+    /// Sends the claims again because a claimed key's module was loaded again. If the module is reloaded soon after each
     /// change, the change may be the cause.
     fn replaced(&mut self, index: usize, why: &str, now: Millis) {
         let losses = self.count_loss(index, now);
@@ -436,7 +436,7 @@ impl Rollout {
         failed
     }
 
-    /// Schedules the next call for a member as after this number of calls that failed.
+    /// Delays the next call for a member as if `failed` more calls had failed.
     fn put_off_by(&mut self, index: usize, failed: u32, now: Millis) {
         for _ in 0..failed {
             self.put_off(index, now);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tracks guests that were as wanted and no longer answer, and records since when each guest is
-//! not as wanted.
+//! Tracks guests that were as wanted and no longer answer. Records when each guest became unknown,
+//! late or stuck.
 
 use std::collections::BTreeSet;
 

@@ -272,7 +272,7 @@ impl Found {
 pub fn no_effect(claim: &v1::Claim) -> Cow<'static, str> {
     let why = match claim.state() {
         v1::ClaimState::HeldByOthers => match claim.decided_by.as_ref() {
-            Some(by) => return Cow::Owned(decides(by)),
+            Some(by) => return Cow::Owned(decides(by, &claim.principal)),
             None => "another claim or a hold decides",
         },
         v1::ClaimState::Missing => "the kernel has no such key now",
@@ -282,9 +282,11 @@ pub fn no_effect(claim: &v1::Claim) -> Cow<'static, str> {
     Cow::Borrowed(why)
 }
 
-/// Returns which owner decides. A rollout has the name that commands take.
-fn decides(by: &v1::ClaimOwner) -> String {
-    bounded(&match Header::rollout_of(&by.owner) {
+/// Returns a sentence that names the owner of the claim that decides. A rollout of the same
+/// principal has the name that commands take. Others may give their owners any name.
+fn decides(by: &v1::ClaimOwner, principal: &str) -> String {
+    let rollout = Header::rollout_of(&by.owner).filter(|_| by.principal == principal);
+    bounded(&match rollout {
         Some(name) => format!("the claim of rollout {name} decides"),
         None => format!("the claim of {} ({}) decides", by.owner, by.principal),
     })
@@ -494,21 +496,24 @@ mod tests {
             let two = [(Made, false), (state, false), (state, false)];
             assert_eq!(found(3, &two), ineffective(&format!("{why}; and 1 more")));
         }
-        let by = |owner: &str| {
+        let by = |principal: &str, owner: &str| {
             let decided_by = Some(v1::ClaimOwner {
                 principal: "uid:0".to_owned(),
                 owner: owner.to_owned(),
             });
             let claim = v1::Claim {
+                principal: principal.to_owned(),
                 decided_by,
                 ..claim(&(HeldByOthers, false))
             };
             no_effect(&claim).into_owned()
         };
         let later = "the claim of rollout off decides";
-        assert_eq!(by("rollout/off/00ff"), later);
-        assert_eq!(by("ours"), "the claim of ours (uid:0) decides");
-        assert_eq!(by("a\nb"), "the claim of a b (uid:0) decides");
+        assert_eq!(by("uid:0", "rollout/off/00ff"), later);
+        let forged = "the claim of rollout/off/00ff (uid:0) decides";
+        assert_eq!(by("uid:1", "rollout/off/00ff"), forged);
+        assert_eq!(by("uid:0", "ours"), "the claim of ours (uid:0) decides");
+        assert_eq!(by("uid:0", "a\nb"), "the claim of a b (uid:0) decides");
         let replaced = found(3, &[(HeldByOthers, false), (Void, true)]);
         let why = "the module of key m:a was loaded again".to_owned();
         assert_eq!(replaced, FoundClaims::Replaced(why));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Compares the progress that a rollout has made at rest with what keeps its guests from it.
+//! Checks at the end of a run that a rollout waits only for guests that have an obstacle.
 
 use std::ptr;
 
@@ -10,7 +10,7 @@ use super::oracle::LONGEST_RETRY;
 use super::owners::EARLY;
 use super::world::World;
 
-/// The number of boots soon after a change after which a guest is left as it is.
+/// A guest that boots this many times, each time soon after a change, is left as it is.
 const MAX_BOOTS: u32 = 3;
 
 impl World {

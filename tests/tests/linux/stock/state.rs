@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::TRACING;
 use crate::snapshot::patchbay;
 
-/// A task that never sleeps, on CPU 1.
+/// A command that starts a task that never sleeps, on CPU 1, and prints its id.
 const BUSY: &str = "rm -f /tmp/busy; taskset 2 sh -c 'echo >/tmp/busy; while :; do :; done' & until [ -e /tmp/busy ]; do sleep 0.1; done; echo busy $!";
 
 /// Describes the guest, with the parts that need a search.
@@ -75,7 +75,7 @@ pub async fn compare_users(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Compares the counters of the rings of the top level or an instance. No event may be recorded.
+/// Compares the counters of the rings of the top level or an instance. The guest must record no events meanwhile.
 pub async fn compare_counters(guest: &mut Guest, instance: &str) -> Result<()> {
     let folder = match instance {
         "" => TRACING.to_owned(),
@@ -121,7 +121,7 @@ pub async fn compare_counters(guest: &mut Guest, instance: &str) -> Result<()> {
     Ok(())
 }
 
-/// Checks what is told of a panic that the shell `pid` caused, and that an autopsy has every part.
+/// Checks the kernel's state after a panic that the shell `pid` caused, and that an autopsy has every part.
 pub async fn told_after_panic(guest: &mut Guest, cli: &std::path::Path, pid: u32) -> Result<()> {
     let state = state(guest).await?;
     ensure!(state.panicked == Some(true), "{state:?}");
