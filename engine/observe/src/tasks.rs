@@ -117,9 +117,9 @@ pub struct Task {
 
 impl Source {
     /// Reads the tasks of the CPUs that are online. Leaves out a CPU whose task cannot be read, or
-    /// that switches tasks too often. Returns `None` if the CPUs are not known, or if the tasks take
-    /// too many reads. Part of the tasks is not returned, because a guest could hide the others
-    /// that way.
+    /// that switches tasks too often. Returns `None` if the CPUs are not known, or if the tasks
+    /// take too many reads. Part of the tasks is not returned, because a guest could hide the
+    /// others that way.
     pub fn read(&self, view: &(impl KernelView + ?Sized)) -> Option<Vec<Task>> {
         let view = &Bounded::new(view, MAX_READS, MAX_BYTES);
         let mut cpus = [0; 4];

@@ -356,8 +356,8 @@ impl Rollout {
         self.set(index, State::NotYet { failure, why });
     }
 
-    /// Sends the claims again because a claimed key's module was loaded again. If the module is reloaded soon after each
-    /// change, the change may be the cause.
+    /// Sends the claims again because a claimed key's module was loaded again. If the module is
+    /// reloaded soon after each change, the change may be the cause.
     fn replaced(&mut self, index: usize, why: &str, now: Millis) {
         let losses = self.count_loss(index, now);
         if losses >= MAX_BOOTS {

@@ -352,8 +352,8 @@ impl Discovery {
 }
 
 impl State {
-    /// Keeps the discovered kernel to be read if it has panicked. Forgets a kernel that was kept and
-    /// no longer runs.
+    /// Keeps the discovered kernel to be read if it has panicked. Forgets a kernel that was kept
+    /// and no longer runs.
     fn follow_panic(&self, registry: &Registry, discovered: Option<&Arc<Registration>>) {
         let Some(ram) = registry.ram() else { return };
         let is_open = |registration: &Registration, kind: GateKind| {

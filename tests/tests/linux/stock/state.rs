@@ -75,7 +75,8 @@ pub async fn compare_users(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Compares the counters of the rings of the top level or an instance. The guest must record no events meanwhile.
+/// Compares the counters of the rings of the top level or an instance. The guest must record no
+/// events meanwhile.
 pub async fn compare_counters(guest: &mut Guest, instance: &str) -> Result<()> {
     let folder = match instance {
         "" => TRACING.to_owned(),
@@ -121,7 +122,8 @@ pub async fn compare_counters(guest: &mut Guest, instance: &str) -> Result<()> {
     Ok(())
 }
 
-/// Checks the kernel's state after a panic that the shell `pid` caused, and that an autopsy has every part.
+/// Checks the kernel's state after a panic that the shell `pid` caused, and that an autopsy has
+/// every part.
 pub async fn told_after_panic(guest: &mut Guest, cli: &std::path::Path, pid: u32) -> Result<()> {
     let state = state(guest).await?;
     ensure!(state.panicked == Some(true), "{state:?}");
