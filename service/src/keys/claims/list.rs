@@ -107,7 +107,7 @@ impl Keys {
             let count = memory.as_ref().and_then(|(registration, memory)| {
                 look(registration, memory, name, &mut claims, holds)
             });
-            let decider = claims.decider().cloned();
+            let decider = claims.decider();
             for claim in claims
                 .stack()
                 .iter()
@@ -119,22 +119,17 @@ impl Keys {
                 if query.not_made && verdict == Verdict::Made {
                     continue;
                 }
-                let against = decider
-                    .as_ref()
-                    .filter(|decider| decider.want != claim.want);
-                let against = against.filter(|_| verdict == Verdict::HeldByOthers);
+                let is_held = verdict == Verdict::HeldByOthers;
+                let against = decider.filter(|decider| is_held && decider.want != claim.want);
                 let decided_by = against.map(|decider| decider.owner.clone());
-                let owners = [Some(&claim.owner), decided_by.as_ref()];
-                let owners = owners.into_iter().flatten();
+                let owners = std::iter::once(&claim.owner).chain(&decided_by);
                 let owner_bytes: usize = owners.map(|owner| owner.holder().len()).sum();
                 bytes += name.len() + owner_bytes + ITEM_BYTES;
                 page.claims.push(ClaimView {
                     key: name.clone(),
                     claim: claim.clone(),
                     generation: state.map_or(0, |state| state.generation),
-                    decides: decider
-                        .as_ref()
-                        .is_some_and(|decider| decider.owner == claim.owner),
+                    decides: decider.is_some_and(|decider| decider.owner == claim.owner),
                     verdict,
                     expires_at: state.and_then(|state| state.expires).map(|(_, at)| at),
                     decided_by,

@@ -157,17 +157,16 @@ impl Discovery {
         if own.is_some_and(|own| own.withdrawn.is_none()) {
             return;
         }
-        state.follow_panic(
-            registry,
-            registered.as_ref().filter(|_| resets == last && !doubted),
-        );
+        let last_known = registered.filter(|_| resets == last && !doubted);
         // The memory of the discovered kernel, if this kernel still runs.
-        let known = registered
+        let known = last_known
             .as_ref()
             .zip(registry.ram())
-            .filter(|_| resets == last && !doubted)
             .map(|(registration, ram)| registration.memory(ram))
             .filter(|memory| open(&state.kernel, memory));
+        if known.is_none() {
+            state.follow_panic(registry, last_known);
+        }
         if known
             .as_ref()
             .is_some_and(|memory| open(&state.modules, memory))
@@ -354,27 +353,22 @@ impl Discovery {
 impl State {
     /// Keeps the discovered kernel to be read if it has panicked. Forgets a kernel that was kept
     /// and no longer runs.
-    fn follow_panic(&self, registry: &Registry, discovered: Option<&Arc<Registration>>) {
+    fn follow_panic(&self, registry: &Registry, discovered: Option<Arc<Registration>>) {
         let Some(ram) = registry.ram() else { return };
-        let is_open = |registration: &Registration, kind: GateKind| {
-            let gates = self.kernel.iter().filter(|gate| gate.kind == kind);
-            let gates: Vec<ListedGate> = gates.cloned().collect();
-            open(&gates, &registration.memory(ram))
-        };
-        let runs = |registration: &Registration| {
-            is_open(registration, GateKind::SameKernel)
-                && is_open(registration, GateKind::SystemState)
-        };
+        let is_panic = |gate: &&ListedGate| gate.kind == GateKind::Panic;
+        let (panic, others): (Vec<_>, Vec<_>) = self.kernel.iter().partition(is_panic);
+        let memory = |registration: &Registration| registration.memory(ram);
+        let runs = |registration: &Registration| open(others.clone(), &memory(registration));
         if let Some(kept) = registry.panicked()
             && !runs(&kept)
         {
             registry.forget_panicked();
         }
         if let Some(discovered) = discovered
-            && runs(discovered)
-            && !is_open(discovered, GateKind::Panic)
+            && runs(&discovered)
+            && !open(panic, &memory(&discovered))
         {
-            registry.keep_panicked(Arc::clone(discovered));
+            registry.keep_panicked(discovered);
         }
     }
 
@@ -398,8 +392,8 @@ impl State {
     }
 }
 
-fn open(gates: &[ListedGate], memory: &KernelMemory) -> bool {
-    gates.iter().all(|gate| {
+fn open<'g>(gates: impl IntoIterator<Item = &'g ListedGate>, memory: &KernelMemory) -> bool {
+    gates.into_iter().all(|gate| {
         let mut bytes = [0; 8];
         let read = memory.read_gva(gate.address, &mut bytes[..usize::from(gate.width.min(8))]);
         read.is_ok() && u64::from_le_bytes(bytes) & gate.mask == gate.wanted

@@ -41,11 +41,32 @@ impl Registry {
         let ram = self.ram.get().ok_or_else(unattached)?;
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         tables.check()?;
-        let mut boot = Boot::new(tables.boot, writer.next_epoch());
-        let mut registration = source::registration(ram.into(), tables, boot.epoch)?;
-        source::add_epochs(&mut registration, &mut boot, || writer.next_epoch());
-        self.apply_declarations(&mut registration);
+        let (registration, _) = self.built(ram.into(), tables, None, &mut writer)?;
         Ok(registration)
+    }
+
+    /// Returns what the tables of a kernel say, and its boot. It continues the boot `last` if the
+    /// tables are of the same one.
+    fn built(
+        &self,
+        memory: RequestMemory<'_>,
+        tables: KernelTables,
+        last: Option<Boot>,
+        writer: &mut Writer,
+    ) -> Result<(Registration, Boot), Refused> {
+        let mut boot = last
+            .filter(|boot| boot.id == tables.boot)
+            .unwrap_or_else(|| Boot::new(tables.boot, writer.next_epoch()));
+        boot.generation = tables.generation;
+        // A kernel that registers itself adds its modules afterwards, each with the number of its
+        // load.
+        let with_modules = matches!(tables.contents, Contents::Found(..));
+        let mut registration = source::registration(memory, tables, boot.epoch)?;
+        if with_modules {
+            source::add_epochs(&mut registration, &mut boot, || writer.next_epoch());
+        }
+        self.apply_declarations(&mut registration);
+        Ok((registration, boot))
     }
 
     /// Keeps a discovered kernel that has panicked, so that its keys can be read.
@@ -117,22 +138,7 @@ impl Registry {
             let state = self.state();
             (state.registration.is_some(), state.boot.clone())
         };
-        let result = tables.and_then(|tables| {
-            let mut boot = last
-                .filter(|boot| boot.id == tables.boot)
-                .unwrap_or_else(|| Boot::new(tables.boot, writer.next_epoch()));
-            boot.generation = tables.generation;
-            // A kernel that registers itself adds its modules afterwards, each with the number of
-            // its load.
-            let with_modules = matches!(tables.contents, Contents::Found(..));
-            let mut registration = source::registration(memory, tables, boot.epoch)?;
-            if with_modules {
-                source::add_epochs(&mut registration, &mut boot, || writer.next_epoch());
-            }
-            self.apply_declarations(&mut registration);
-            Ok((registration, boot))
-        });
-        let result = match result {
+        let result = match tables.and_then(|tables| self.built(memory, tables, last, writer)) {
             // The last discovery is kept until its gates close or another discovery succeeds.
             Err(refused) if discovered => return Err(refused),
             result => result,

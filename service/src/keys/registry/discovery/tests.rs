@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+mod panicked;
+
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc;
@@ -11,11 +13,8 @@ use zerocopy::FromBytes;
 
 use super::super::{KernelTables, requests};
 use super::*;
-use crate::keys::{
-    ClosedGate, KeyPage, KeyUpdate, Keys, KeysConfig, KeysError, ListQuery, UpdateRequest,
-};
+use crate::keys::{ClosedGate, KeyUpdate, Keys, KeysConfig, KeysError, UpdateRequest};
 use crate::testing::{Discovered, discovered_after, found as as_discovered};
-use crate::trace::TracepointKeys;
 use patchbay_guest::testing::{InMemoryGuest, TestKey, Told};
 
 /// A guest without a kernel that could be discovered.
@@ -362,6 +361,20 @@ fn a_registration_replaces_a_discovery_and_no_discovery_replaces_it() {
 }
 
 /// A known kernel whose gates are the counts of three keys.
+/// Returns a gate that is open while the count of this key is 0.
+fn gate(kernel: &Registration, kind: GateKind, name: &str) -> ListedGate {
+    ListedGate {
+        kind,
+        name: Arc::default(),
+        address: kernel.find(name).expect("a key").id.0,
+        width: 4,
+        mask: u64::MAX,
+        wanted: 0,
+        concerns: Concerns::ALL,
+        per_cpu: false,
+    }
+}
+
 #[test]
 fn a_known_kernel_stays_while_it_is_busy_and_is_forgotten_when_another_runs() {
     let names = ["kernel", "modules", "idle"];
@@ -378,16 +391,8 @@ fn a_known_kernel_stays_while_it_is_busy_and_is_forgotten_when_another_runs() {
         .expect("taken");
     let snapshot = registry.snapshot().expect("taken");
     let gate = |name: &str, mask| {
-        vec![ListedGate {
-            kind: GateKind::SameKernel,
-            name: Arc::default(),
-            address: snapshot.registration.find(name).expect("a key").id.0,
-            width: 4,
-            mask,
-            wanted: 0,
-            concerns: Concerns::ALL,
-            per_cpu: false,
-        }]
+        let open = gate(&snapshot.registration, GateKind::SameKernel, name);
+        vec![ListedGate { mask, ..open }]
     };
     let discovery = registry.discovery.get().expect("just set");
     *discovery.state.lock().expect("not poisoned") = State {
@@ -451,90 +456,6 @@ async fn enable(keys: &Keys) -> Result<(), KeysError> {
         UpdateRequest::new(updates, "test".to_owned(), second, Instant::now() + second);
     request.allow_guarded = true;
     keys.update(request).await.map(drop)
-}
-
-/// The monitor stops the guest at the panic, so the registers of its vCPUs are not known.
-#[tokio::test]
-async fn the_keys_of_a_kernel_that_has_panicked_are_listed_and_not_changed() {
-    let names = ["alpha", "same", "panic"];
-    let guest = InMemoryGuest::boot(
-        Arc::<Registry>::default(),
-        &names.map(|name| TestKey::new(name, 1)),
-    );
-    let registry = Registry::default();
-    let empty = Arc::new(Empty::default());
-    registry.discover(empty.clone(), None);
-    registry.attach(guest.ram().clone());
-    let mut tables = as_discovered(&guest);
-    tables.discovery = found(&guest).discovery;
-    (tables.promises.fence, tables.promises.text_gates) = (false, true);
-    registry.register_kernel(tables).expect("taken");
-    let known = registry.snapshot().expect("taken").registration;
-    let gate = |kind, name: &str| ListedGate {
-        kind,
-        name: Arc::default(),
-        address: known.find(name).expect("a key").id.0,
-        width: 4,
-        mask: u64::MAX,
-        wanted: 0,
-        concerns: Concerns::ALL,
-        per_cpu: false,
-    };
-    let kernel = vec![
-        gate(GateKind::SameKernel, "same"),
-        gate(GateKind::Panic, "panic"),
-    ];
-    let discovery = registry.discovery.get().expect("just set");
-    discovery.state.lock().expect("not poisoned").kernel = kernel;
-    let registry = Arc::new(registry);
-    let keys = keys_of(&guest, &registry);
-    enable(&keys).await.expect("it runs");
-    let list = || keys.list(&ListQuery::default());
-    let etags = |page: KeyPage| page.keys.into_iter().map(|key| key.etag);
-    let before = list().expect("it runs");
-    assert!(!before.panicked);
-
-    *empty.registers.lock().expect("no panic") = Registers::Late;
-    guest.set_count("panic", 1);
-    let listed = list().expect("it can be read");
-    assert!(listed.panicked);
-    let alpha = &listed.keys[0];
-    let alpha = (&*alpha.name, alpha.count, alpha.held_references);
-    assert_eq!(alpha, ("alpha", 1, 1));
-    let unchanged = etags(listed)
-        .zip(etags(before))
-        .filter(|(now, then)| now == then);
-    assert_eq!(unchanged.count(), 2, "only the count of `panic` differs");
-    assert!(keys.get("alpha", 10, "").is_ok());
-    assert_eq!(keys.tracepoints().expect("kept").len(), 0);
-    let error = enable(&keys).await.expect_err("panicked").to_string();
-    assert!(error.contains("were not discovered: "), "{error}");
-    assert_eq!(guest.count("alpha"), 1);
-
-    guest.set_count("same", 1);
-    list().expect_err("another kernel runs");
-    guest.set_count("same", 0);
-    list().expect_err("it was forgotten");
-}
-
-/// A kernel that panicked before it was discovered is found once, and not after a reset.
-#[test]
-fn a_kernel_that_was_kept_is_not_that_of_another_boot() {
-    let guest = InMemoryGuest::boot(Arc::<Registry>::default(), &keys());
-    let registry = Registry::default();
-    let empty = Arc::new(Empty::default());
-    registry.discover(empty.clone(), None);
-    registry.attach(guest.ram().clone());
-    *empty.registers.lock().expect("no panic") = Registers::Late;
-    registry.to_read().expect_err("nothing is known");
-    let mut tables = as_discovered(&guest);
-    tables.discovery = found(&guest).discovery;
-    let kernel = registry.to_registration(tables).expect("whole");
-    registry.keep_panicked(Arc::new(kernel));
-    let (kernel, panicked) = registry.to_read().expect("kept");
-    assert!(panicked && kernel.find("alpha").is_ok());
-    empty.resets.fetch_add(1, Ordering::SeqCst);
-    registry.to_read().expect_err("another boot");
 }
 
 /// The memory of a kernel that ended at a reset passes every gate.
