@@ -135,8 +135,7 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
     let deadline = Instant::now() + MAP_PATIENCE;
     let ranges = monitor.ram(deadline)?;
     let memory = AttachedRam::open(&process, ranges, access, deadline, |address| {
-        let left = deadline.saturating_duration_since(Instant::now());
-        monitor.host_address(&(address..address + 1), left)
+        monitor.host_address(&(address..address + 1), deadline)
     })?;
     let memory = Arc::new(memory);
     let pauser = pauser(options, &monitor, &threads.distinct(), point)?;

@@ -566,8 +566,7 @@ impl Guest for QemuGuest {
             })?;
             let deadline = confirming + CONFIRM;
             self.memory.confirm(&self.process, deadline, |range| {
-                let left = deadline.saturating_duration_since(Instant::now());
-                self.monitor.host_address(range, left)
+                self.monitor.host_address(range, deadline)
             });
             stop_time += confirming.elapsed();
             Ok(Paused {

@@ -76,8 +76,7 @@ impl QemuGuest {
         let ranges = self.monitor.ram(deadline)?;
         self.memory
             .update(&self.process, ranges, deadline, |address| {
-                let left = deadline.saturating_duration_since(Instant::now());
-                self.monitor.host_address(&(address..address + 1), left)
+                self.monitor.host_address(&(address..address + 1), deadline)
             })
     }
 }

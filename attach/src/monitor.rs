@@ -485,12 +485,13 @@ impl Monitor {
     ///
     /// # Errors
     /// [`AttachError`].
-    pub fn host_address(&self, range: &Range<u64>, patience: Duration) -> Result<u64, AttachError> {
+    pub fn host_address(&self, range: &Range<u64>, deadline: Instant) -> Result<u64, AttachError> {
         if let Some(host) = &self.host {
             return host.host_address(range);
         }
         let address = range.start;
-        let text = self.text(&format!("gpa2hva {address:#x}"), patience)?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        let text = self.text(&format!("gpa2hva {address:#x}"), left)?;
         let found = text
             .trim_end()
             .rsplit_once(" is 0x")

@@ -35,7 +35,7 @@ impl Mappings {
         let mut left = &addresses[..];
         let mut runs = Vec::new();
         // Keeps a run that contains one of the addresses. Returns whether any address lies beyond
-        /// it.
+        // it.
         let mut keep = |run: Mapping| {
             let (passed, rest) = left.split_at(left.partition_point(|at| *at < run.end));
             left = rest;
