@@ -254,15 +254,11 @@ async fn compare(hosts: &Hosts, asks: &Asks, current: &Current) -> Report {
     let drifts = futures_util::stream::iter(changed)
         .map(|member| async move {
             let Some(host) = hosts.get(&member.host) else {
-                let why = "its host is not known any more";
-                return vec![found(&member, Cause::Unreachable, None, "compared", why)];
+                return vec![unreachable(&member, "its host is not known any more")];
             };
             match compare_guest(&host, &member, &asks.owner).await {
                 Ok(drifts) => drifts,
-                Err(status) => {
-                    let why = CallError::new(&status).why;
-                    vec![found(&member, Cause::Unreachable, None, "compared", &why)]
-                }
+                Err(status) => vec![unreachable(&member, &CallError::new(&status).why)],
             }
         })
         .buffered(FAN_OUT);
@@ -286,6 +282,10 @@ fn found(member: &Member, cause: Cause, key: Option<&str>, desired: &str, actual
     }
 }
 
+fn unreachable(member: &Member, why: &str) -> Drift {
+    found(member, Cause::Unreachable, None, "compared", why)
+}
+
 async fn compare_guest(
     host: &Host,
     member: &Member,
@@ -298,19 +298,13 @@ async fn compare_guest(
     if boot.is_empty() {
         // The claims of a kernel that has panicked, or is not known, tell nothing.
         let why = "its kernel is not known, or has panicked";
-        return Ok(vec![found(
-            member,
-            Cause::Unreachable,
-            None,
-            "compared",
-            why,
-        )]);
+        return Ok(vec![unreachable(member, why)]);
     }
     let claimed: BTreeMap<&str, &v1::Claim> = claims
         .iter()
         .map(|claim| (claim.key.as_str(), claim))
         .collect();
-    let has_booted = !boot.is_empty() && boot != member.boot;
+    let has_booted = boot != member.boot;
     let mut drifts = Vec::new();
     for claim in member.plan.set.claims() {
         let found_claim = claimed.get(claim.key.as_str()).copied();

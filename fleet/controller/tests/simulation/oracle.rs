@@ -75,6 +75,12 @@ impl Oracle {
     }
 }
 
+/// Returns the number of a member of the rollout.
+pub fn number_of(rollout: &Rollout, member: &Member) -> Option<usize> {
+    let mut members = rollout.members().iter();
+    members.position(|one| ptr::eq(one, member))
+}
+
 fn is_claiming(member: &Member) -> bool {
     matches!(member.state, State::Claiming { .. })
 }
@@ -467,8 +473,7 @@ impl World {
                 let is_released = matches!(member.state, State::Released { .. });
                 is_released && member.is_confirmed && member.expires.is_none()
             });
-            let mut members = rollout.members().iter();
-            let number = members.position(|one| member.is_some_and(|member| ptr::eq(one, member)));
+            let number = member.and_then(|member| number_of(rollout, member));
             let known = self.oracle.rollouts.get(&owner);
             let is_told = known.is_some_and(|known| {
                 number.is_some_and(|number| known.unrecorded.contains(&number))

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Checks at the end of a run that a rollout waits only for guests that have an obstacle.
 
-use std::ptr;
-
 use patchbay_fleet::rollout::{AfterReboot, Claim, Member, Phase, Rollout, State, Want};
 
 use super::guest::Kind;
-use super::oracle::LONGEST_RETRY;
+use super::oracle::{LONGEST_RETRY, number_of};
 use super::owners::EARLY;
 use super::world::World;
 
@@ -50,10 +48,7 @@ impl World {
     /// Checks a guest whose claims have ended and are not made again, in a rollout that goes on.
     fn check_left(&self, index: usize, member: &Member, rollout: &Rollout) {
         let header = rollout.header();
-        let number = rollout
-            .members()
-            .iter()
-            .position(|one| ptr::eq(one, member));
+        let number = number_of(rollout, member);
         let wave = number.and_then(|number| header.wave_of(number));
         let is_taken_back = wave.is_some_and(|wave| header.waves[wave].is_taken_back);
         let leaves = header.policy.after_reboot == AfterReboot::Leave;
