@@ -9,6 +9,7 @@ use crate::failure::Failure;
 
 /// The keys of all pages, and the revision of the first page. A watch that starts after this
 /// revision misses no change.
+#[derive(Default)]
 pub struct Listing {
     pub keys: Vec<v1::StaticKey>,
     pub revision: u64,
@@ -42,18 +43,7 @@ pub async fn keys(
         });
         listing.keys.extend(page.keys);
         let Some(token) = next else {
-            let Listing {
-                keys,
-                revision,
-                incarnation,
-                panicked,
-            } = listing;
-            return Ok(Listing {
-                keys: std::mem::take(keys),
-                revision: *revision,
-                incarnation: std::mem::take(incarnation),
-                panicked: *panicked,
-            });
+            return Ok(std::mem::take(listing));
         };
         request.page_token = token;
     }

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Collects what a guest's memory tells about its kernel, for `patchbay guest autopsy`.
 
-use std::collections::{BTreeMap, VecDeque};
+mod newest;
+
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -12,14 +14,15 @@ use patchbay_proto::v1;
 use serde::Serialize;
 use tokio_stream::StreamExt;
 
-use super::log::{self, Line as LogLine};
+use self::newest::{Log, Record, Ring, size};
+use super::log;
 use crate::args::output::Output;
 use crate::client::{Client, lists};
 use crate::failure::Failure;
 use crate::keys::claims::Claim;
-use crate::print::{Printable, json, json_line, print};
+use crate::print::{Printable, json_line, print};
 use crate::text::one_line;
-use crate::trace::view::{Event, Line, Losses, Tracepoint, lines, rfc3339};
+use crate::trace::view::{Line, Tracepoint, lines, rfc3339};
 use crate::view::{Details, GuestDetails, Hold, ListedKey, Task};
 
 /// The maximum number of bytes of an autopsy as indented JSON. The guest chooses the number of its
@@ -31,8 +34,6 @@ const MAX_BYTES: usize = 48 << 20;
 const MAX_LOG_BYTES: usize = 32 << 20;
 /// The number of bytes that the rings leave for keys, holds, claims and tracepoints.
 const LISTS_BYTES: usize = 8 << 20;
-/// The maximum number of spaces that the whole JSON adds before a line of an item.
-const INDENT: usize = 8;
 /// The maximum number of rings, with that of the top level. A guest may have any number of
 /// instances.
 const MAX_RINGS: usize = 32;
@@ -52,7 +53,7 @@ pub struct AutopsyArgs {
 }
 
 /// Everything that was found.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 pub struct Autopsy {
     /// The time at which it was begun.
     at: String,
@@ -71,93 +72,6 @@ pub struct Autopsy {
     /// The number of bytes that further parts may take.
     #[serde(skip)]
     room: usize,
-}
-
-#[derive(Debug, Default, Serialize)]
-struct Log {
-    /// The records that the kernel had overwritten, or never finished.
-    lost: u64,
-    /// The number of the oldest records that are left out because the log is too long.
-    left_out: u64,
-    records: VecDeque<Record>,
-    /// The size of all records.
-    #[serde(skip)]
-    bytes: usize,
-}
-
-#[derive(Debug, Serialize)]
-struct Record {
-    #[serde(flatten)]
-    line: LogLine,
-    /// The record as `dmesg` shows it.
-    #[serde(skip)]
-    text: String,
-    /// The [`size`] of `line`.
-    #[serde(skip)]
-    size: usize,
-}
-
-impl Log {
-    /// Adds a record, and leaves out the oldest ones if all together take more than `limit` bytes.
-    fn push(&mut self, record: Record, limit: usize) {
-        self.bytes = self.bytes.saturating_add(record.size);
-        self.records.push_back(record);
-        while self.bytes > limit
-            && let Some(oldest) = self.records.pop_front()
-        {
-            self.bytes = self.bytes.saturating_sub(oldest.size);
-            self.left_out += 1;
-        }
-    }
-}
-
-#[derive(Debug, Default, Serialize)]
-struct Ring {
-    losses: Losses,
-    /// The number of the oldest events that are left out, because of `--events` or the limit of
-    /// bytes.
-    left_out: u64,
-    events: VecDeque<Kept>,
-    /// The number of those that only the limit of bytes leaves out.
-    #[serde(skip)]
-    too_large: u64,
-    /// The size of all events.
-    #[serde(skip)]
-    bytes: usize,
-}
-
-#[derive(Debug, Serialize)]
-struct Kept {
-    #[serde(flatten)]
-    event: Event,
-    /// The [`size`] of `event`.
-    #[serde(skip)]
-    size: usize,
-}
-
-impl Ring {
-    /// Adds an event, and leaves out the oldest ones if they are more than `events`, or if all
-    /// together take more than `limit` bytes.
-    fn push(&mut self, event: Event, events: usize, limit: usize) {
-        let size = size(&event);
-        self.bytes = self.bytes.saturating_add(size);
-        self.events.push_back(Kept { event, size });
-        while (self.events.len() > events || self.bytes > limit)
-            && let Some(oldest) = self.events.pop_front()
-        {
-            self.too_large += u64::from(self.events.len() < events);
-            self.bytes = self.bytes.saturating_sub(oldest.size);
-            self.left_out += 1;
-        }
-    }
-}
-
-/// Returns the maximum number of bytes of a value and the comma after it in the JSON of an autopsy.
-fn size(value: &impl Serialize) -> usize {
-    // A value without a representation in JSON would fail the whole.
-    json(value).map_or(usize::MAX, |text| {
-        text.len() + 1 + INDENT * text.lines().count()
-    })
 }
 
 /// Returns why a part is left out that would exceed [`MAX_BYTES`].
@@ -217,15 +131,8 @@ impl Autopsy {
     async fn of(client: &Client, arguments: &AutopsyArgs) -> Self {
         let mut found = Self {
             at: rfc3339(Some(SystemTime::now().into())),
-            guest: None,
-            log: Log::default(),
-            rings: BTreeMap::new(),
-            tracepoints: vec![],
-            keys: vec![],
-            holds: vec![],
-            claims: vec![],
-            missing: BTreeMap::new(),
             room: MAX_BYTES,
+            ..Self::default()
         };
         // The log comes first: the rest is of little use without it, and a guest that is about to
         // end may be gone before it is read. It also finds the kernel's state.
@@ -483,20 +390,15 @@ pub async fn autopsy(
 
 #[cfg(test)]
 mod tests {
+    use super::newest::tests::event;
     use super::*;
+    use crate::print::json;
+    use crate::trace::view::Event;
 
     fn empty() -> Autopsy {
         Autopsy {
-            at: String::new(),
-            guest: None,
-            log: Log::default(),
-            rings: BTreeMap::new(),
-            tracepoints: vec![],
-            keys: vec![],
-            holds: vec![],
-            claims: vec![],
-            missing: BTreeMap::new(),
             room: MAX_BYTES,
+            ..Autopsy::default()
         }
     }
 
@@ -540,36 +442,6 @@ mod tests {
         let read: serde_json::Value = serde_json::from_str(&json).expect("JSON");
         assert_eq!(read["rings"][FORGED]["events"][0]["name"], FORGED);
         assert_eq!(read["missing"][FORGED], FORGED);
-    }
-
-    fn event(number: u64) -> Event {
-        v1::TraceEvent {
-            name: "a:b\u{9b}".to_owned(),
-            guest_time_ns: number,
-            ..Default::default()
-        }
-        .into()
-    }
-
-    fn times(ring: &Ring) -> Vec<u64> {
-        let events = ring.events.iter();
-        events.map(|kept| kept.event.guest_time_ns).collect()
-    }
-
-    #[test]
-    fn a_ring_keeps_its_newest_events_in_a_number_and_in_bytes() {
-        let one = size(&event(1));
-        let ring = |events: usize, limit: usize| {
-            let mut ring = Ring::default();
-            (1..=5).for_each(|number| ring.push(event(number), events, limit));
-            (times(&ring), ring.left_out, ring.too_large)
-        };
-        assert_eq!(ring(9, 5 * one), (vec![1, 2, 3, 4, 5], 0, 0));
-        assert_eq!(ring(2, 5 * one), (vec![4, 5], 3, 0));
-        assert_eq!(ring(9, 2 * one), (vec![4, 5], 3, 3));
-        assert_eq!(ring(3, 2 * one + 1), (vec![4, 5], 3, 3));
-        assert_eq!(ring(9, one - 1), (vec![], 5, 5));
-        assert_eq!(ring(0, 5 * one), (vec![], 5, 0));
     }
 
     /// The JSON is never larger than the limit, and names what is left out.
@@ -617,21 +489,5 @@ mod tests {
         let shown = found.table();
         let note = "older events of the instance a: an autopsy has at most 48 MiB\n";
         assert!(shown.contains(note), "{shown}");
-    }
-
-    #[test]
-    fn a_log_keeps_its_newest_records() {
-        let mut log = Log::default();
-        for number in 0..5 {
-            let record = v1::KernelLogRecord {
-                sequence: number,
-                ..Default::default()
-            };
-            let line = log::line(record, true);
-            let size = size(&line);
-            let text = String::new();
-            log.push(Record { line, text, size }, 3 * size);
-        }
-        assert_eq!((log.records.len(), log.left_out), (3, 2));
     }
 }
