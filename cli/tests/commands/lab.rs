@@ -9,6 +9,7 @@ use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_service::api::{self, ApiSocket};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
+use patchbay_service::testing::GuestRings;
 use patchbay_service::trace::{AgentSocket, Tracing, socket_path};
 use serde_json::Value;
 use tokio::runtime::Runtime;
@@ -245,6 +246,13 @@ impl Lab {
         let text = std::fs::read_to_string(self.folder.path().join("audit.log")).expect("text");
         let lines = text.lines().map(serde_json::from_str);
         lines.collect::<Result<_, _>>().expect("JSON")
+    }
+
+    /// Puts a log and ring buffers into the guest's memory, where the service finds them.
+    pub fn rings(&self) -> GuestRings {
+        let rings = GuestRings::new(&self.guest);
+        rings.found_by(&self.registry);
+        rings
     }
 }
 

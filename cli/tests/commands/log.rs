@@ -7,7 +7,7 @@ use std::time::SystemTime;
 
 use patchbay_guest::testing::TestKey;
 use patchbay_kernel_image::DebugLine;
-use patchbay_service::testing::{Discovered, GuestLog, GuestRings, numbered};
+use patchbay_service::testing::{Discovered, GuestLog, numbered};
 use serde_json::Value;
 
 use super::lab::{Commands, Lab};
@@ -108,8 +108,7 @@ fn taints_and_load_are_described() {
 #[test]
 fn an_autopsy_has_every_part_that_can_be_read() {
     let lab = Lab::with(&[TestKey::new("alpha", 1), TestKey::new("beta", 1)]);
-    let rings = GuestRings::new(&lab.guest);
-    rings.found_by(&lab.registry);
+    let rings = lab.rings();
     let log = rings.log();
     log.print(4, "the last \x1b words");
     log.put_state(1 << 7, [0; 3]);
@@ -243,7 +242,7 @@ fn a_value_of_several_lines_has_its_length_in_a_journal() {
     assert!(found, "{}", String::from_utf8_lossy(&output));
 }
 
-/// Where Debian installs the program, which is not on the path.
+/// The path of the program in Debian. It is in no folder of `$PATH`.
 const JOURNAL_REMOTE: &str = "/lib/systemd/systemd-journal-remote";
 
 #[test]
@@ -306,8 +305,7 @@ fn wrong_options_and_a_guest_without_a_log_are_refused() {
 #[test]
 fn a_closed_pipe_ends_a_stream_without_a_message() {
     let lab = Lab::with(&[TestKey::new("alpha", 1)]);
-    let rings = GuestRings::new(&lab.guest);
-    rings.found_by(&lab.registry);
+    let rings = lab.rings();
     rings.log().print(6, "a line");
     rings.write(|writer| writer.event(0, 1000, &numbered(0)));
     let reading = "patchbay: reading the events that the guest records, in its memory; Ctrl-C \
@@ -348,8 +346,7 @@ fn the_log_is_followed() {
 fn a_guest_that_ends_ends_its_streams() {
     for is_killed in [false, true] {
         let lab = Lab::with(&[TestKey::new("alpha", 1)]);
-        let rings = GuestRings::new(&lab.guest);
-        rings.found_by(&lab.registry);
+        let rings = lab.rings();
         rings.log().print(6, "a line");
         rings.write(|writer| writer.event(0, 1000, &numbered(0)));
         let mut log = lab.follow(&["guest", "log", "--follow"]);

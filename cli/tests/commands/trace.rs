@@ -196,8 +196,7 @@ fn report(file: &Path) -> Option<Report> {
 #[test]
 fn an_instance_is_read_by_name_and_a_missing_one_lists_others() {
     let lab = Lab::with(&[TestKey::new("alpha", 1)]);
-    let rings = GuestRings::new(&lab.guest);
-    rings.found_by(&lab.registry);
+    let rings = lab.rings();
     rings.write(|writer| {
         writer.put_instances([&b"boot"[..], b"a\x1b[2J"]);
     });
@@ -267,8 +266,7 @@ fn named_events_are_read_in_memory_without_an_agent() {
         said.contains("no agent is connected") && said.contains("not found in its memory"),
         "{said}"
     );
-    let rings = GuestRings::new(&lab.guest);
-    rings.found_by(&lab.registry);
+    let rings = lab.rings();
     let following = lab.follow(&tail);
     let (line, following) = next_line(following, &rings);
     assert!(line.contains("test:numbered"), "{line:?}");
@@ -309,8 +307,7 @@ fn the_ring_buffer_is_counted_in_memory_without_an_agent() {
     let said = lab.fails(1, &[&stat, &["--source", "memory"][..]].concat());
     assert!(said.contains("not found in its memory"), "{said}");
 
-    let rings = GuestRings::new(&lab.guest);
-    rings.found_by(&lab.registry);
+    let rings = lab.rings();
     rings.write(|writer| {
         writer.put_instances([&b"boot"[..]]);
         (0..2000).for_each(|number| writer.event(1, number, &numbered(number)));
@@ -349,8 +346,7 @@ fn the_ring_buffer_is_counted_in_memory_without_an_agent() {
 #[test]
 fn a_ring_that_user_space_has_mapped_is_read_and_counted() {
     let lab = Lab::with(&[TestKey::new("alpha", 1)]);
-    let rings = GuestRings::new(&lab.guest);
-    rings.found_by(&lab.registry);
+    let rings = lab.rings();
     rings.write(|writer| {
         (0..2000).for_each(|number| writer.event(1, number, &numbered(number)));
         for _ in 0..3 {
@@ -393,8 +389,7 @@ fn armed_events_name_the_instances_that_have_enabled_them() {
         TestKey::tracepoint("alike", true),
     ];
     let lab = Lab::with(&keys);
-    let rings = GuestRings::new(&lab.guest);
-    rings.found_by(&lab.registry);
+    let rings = lab.rings();
     rings.write(|writer| {
         writer.put_files(false, [1, 0, 1]);
         writer.put_files(true, [1, 0, 0]);
@@ -440,8 +435,7 @@ fn dat(lab: &Lab, file: &Path, more: &[&str]) -> String {
 #[test]
 fn trace_cmd_reads_a_recording_as_tail_shows_it() {
     let lab = Lab::with(&[TestKey::new("alpha", 1)]);
-    let rings = GuestRings::new(&lab.guest);
-    rings.found_by(&lab.registry);
+    let rings = lab.rings();
     let write = |cpu, time, number| {
         rings.write(|writer| writer.event(cpu, time, &numbered(number)));
     };
@@ -528,8 +522,7 @@ fn a_trace_dat_needs_a_file_and_the_memory() {
     let kept = std::fs::read_to_string(file).expect("there");
     assert_eq!(kept, "an earlier recording");
 
-    let rings = GuestRings::new(&lab.guest);
-    rings.found_by(&lab.registry);
+    lab.rings();
     let said = refused(&["-o", "/dev/full"], 1);
     assert!(
         said.contains("/dev/full: the disk is full; nothing"),

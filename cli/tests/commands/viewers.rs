@@ -3,7 +3,6 @@
 
 use patchbay_guest::testing::TestKey;
 use patchbay_node::serve::Config;
-use patchbay_service::testing::GuestRings;
 use tokio::runtime::Runtime;
 
 use super::daemon;
@@ -45,8 +44,7 @@ fn a_viewer_reads_named_events_in_memory_without_an_agent() {
         said.contains("viewer") && said.contains("not found in its memory"),
         "{said}"
     );
-    let rings = GuestRings::new(&lab.guest);
-    rings.found_by(&lab.registry);
+    let rings = lab.rings();
     let following = lab.follow(&[&tail[..], &["-n", "1", "--timeout", "60s"]].concat());
     let (line, following) = next_line(following, &rings);
     assert!(line.contains("test:numbered"), "{line:?}");
