@@ -23,7 +23,7 @@ use crate::hotplug::{Watch, lock_within};
 use crate::identity::{self, Threads};
 use crate::life::Life;
 use crate::lock::Lock;
-use crate::memory::AttachedRam;
+use crate::memory::{AttachedRam, ByStoppedThread};
 use crate::monitor::{Migration, Monitor, PATIENCE};
 use crate::process::Process;
 use crate::qmp::QmpError;
@@ -196,7 +196,14 @@ impl QemuGuest {
             let frozen = self.freeze(&mut threads, point, deadline, timeout)?;
             let looking = Instant::now();
             let failed = match threads.are_still_all(&self.monitor, LOOK) {
-                Ok(true) => return Ok(Way::Frozen(frozen, looking.elapsed())),
+                Ok(true) => {
+                    let ids = threads.distinct();
+                    return Ok(Way::Frozen(StoppedThreads {
+                        _access: self.memory.by_stopped_thread(&self.process, &ids),
+                        frozen,
+                        look: looking.elapsed(),
+                    }));
+                }
                 // Either the vCPUs changed, or QEMU waits for a stopped thread.
                 Ok(false) | Err(QmpError::TimedOut { .. }) => None,
                 Err(error) => Some(unable(error)),
@@ -346,8 +353,16 @@ pub struct Paused<'g> {
 #[derive(Debug)]
 enum Way<'g> {
     Qmp(Lease<'g>),
-    /// The stopped threads, and the time that the query of the vCPUs took afterwards.
-    Frozen(Frozen, Duration),
+    Frozen(StoppedThreads<'g>),
+}
+
+/// The stopped threads. Dropping them resumes them, after the access that needs one of them.
+#[derive(Debug)]
+struct StoppedThreads<'g> {
+    _access: ByStoppedThread<'g>,
+    frozen: Frozen,
+    /// The time that the query of the vCPUs took after the stop.
+    look: Duration,
 }
 
 impl Drop for Paused<'_> {
@@ -554,7 +569,7 @@ impl Guest for QemuGuest {
                 }
             };
             let mut stop_time = match &way {
-                Way::Frozen(frozen, look) => frozen.stop_time() + *look,
+                Way::Frozen(stopped) => stopped.frozen.stop_time() + stopped.look,
                 Way::Qmp(_) => began.elapsed(),
             };
             let confirming = Instant::now();

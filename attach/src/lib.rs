@@ -15,6 +15,7 @@
 //! a report of the guest's end. [`monitor::Monitor`] provides them. The host's kernel answers what
 //! it knows ([`host::Host`]), and QEMU what only QEMU knows.
 
+mod at_once;
 pub mod attach;
 pub mod console;
 pub mod discovery;

@@ -8,7 +8,8 @@
 //! - Any other memory is accessed through /proc/PID/mem. An access is a system call of about a
 //!   microsecond, and there is no atomic exchange. A hole reads as the kernel's zero page. If this
 //!   process is killed, a write in a page is whole or not made at all, but it may take effect only
-//!   after the vCPUs run again.
+//!   after the vCPUs run again. While a thread of the monitor is stopped by ptrace, one system call
+//!   accesses many words ([`crate::at_once`]).
 //!
 //! A write that straddles pages may be partial with both backings. The guest keeps running when
 //! this process is killed. So the engine replaces instructions in steps, and each intermediate
@@ -23,13 +24,16 @@
 //! so no access through a piece of a removed region succeeds.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Instant;
 
-use patchbay_guest::memory::{Exchanged, Piece, Ram};
+use nix::unistd::Pid;
+use patchbay_guest::kernel_memory::Place;
+use patchbay_guest::memory::{Exchanged, Leading, Piece, Ram, Word};
 use patchbay_memory::{OutsideMemory, PhysicalMemory};
 
+use crate::at_once::{self, Copies, ProcessWord, Written};
 use crate::error::AttachError;
 use crate::flat_view::{MAX_RANGES, RamRange};
 use crate::process::Process;
@@ -58,6 +62,20 @@ pub struct AttachedRam {
     changes: AtomicU64,
     /// An access missed memory, or a region is gone.
     doubted: AtomicBool,
+    /// The number of a thread of the monitor that is stopped by ptrace and is not the first thread
+    /// of its process; 0 for none.
+    stopped: AtomicI32,
+}
+
+/// Words are accessed through a stopped thread until this is dropped. The thread must be stopped
+/// until then.
+#[derive(Debug)]
+pub struct ByStoppedThread<'m>(&'m AttachedRam);
+
+impl Drop for ByStoppedThread<'_> {
+    fn drop(&mut self) {
+        self.0.stopped.store(0, Ordering::SeqCst);
+    }
 }
 
 impl AttachedRam {
@@ -78,6 +96,7 @@ impl AttachedRam {
             regions: RwLock::default(),
             changes: AtomicU64::new(0),
             doubted: AtomicBool::new(false),
+            stopped: AtomicI32::new(0),
         };
         memory.update(process, ranges, deadline, host_address)?;
         Ok(memory)
@@ -212,6 +231,20 @@ impl AttachedRam {
         self.access(piece, |region| region.address(piece.offset()))
     }
 
+    /// Accesses words through one of these threads of the process, which the caller has stopped by
+    /// ptrace. The first thread of the process is not used.
+    pub fn by_stopped_thread(&self, process: &Process, threads: &[u32]) -> ByStoppedThread<'_> {
+        let other = threads.iter().find(|thread| **thread != process.pid());
+        let thread = other.and_then(|thread| i32::try_from(*thread).ok());
+        self.stopped.store(thread.unwrap_or(0), Ordering::SeqCst);
+        ByStoppedThread(self)
+    }
+
+    fn stopped_thread(&self) -> Option<Pid> {
+        let thread = self.stopped.load(Ordering::SeqCst);
+        (thread != 0).then(|| Pid::from_raw(thread))
+    }
+
     fn regions(&self) -> RwLockReadGuard<'_, Vec<Arc<Region>>> {
         // Each change assigns whole values, so a panic leaves no inconsistent state.
         self.regions.read().unwrap_or_else(PoisonError::into_inner)
@@ -283,6 +316,68 @@ impl Ram for AttachedRam {
         false
     }
 
+    fn leading_unchanged(&self, words: &[Word<Place>]) -> usize {
+        let Some(thread) = self.stopped_thread() else {
+            return 0;
+        };
+        let regions = self.regions();
+        let found = |word| find(&regions, word).map(|(word, ..)| word);
+        let mut index = 0;
+        while let Some(rest) = words.get(index..) {
+            let copies = Copies::read(thread, rest.iter().map_while(found));
+            let unchanged = rest.iter().enumerate().take_while(|(at, word)| {
+                let value = copies.value(*at, word.length);
+                value.is_some_and(|value| value & word.mask == word.before)
+            });
+            let unchanged = unchanged.count();
+            index += unchanged;
+            if unchanged == 0 || unchanged < copies.words() {
+                break;
+            }
+        }
+        index
+    }
+
+    fn write_leading(&self, words: &[Word<Place>]) -> Leading {
+        let mut leading = Leading::default();
+        let Some(thread) = self.stopped_thread() else {
+            return leading;
+        };
+        let regions = self.regions();
+        let found = |word| find(&regions, word).map(|(place, ..)| (place, word.after));
+        while let Some(rest) = words.get(leading.written..) {
+            let Written { words, touched } = at_once::write(thread, rest.iter().map_while(found));
+            leading.touched = leading.written + touched;
+            for word in &rest[..touched] {
+                if let Some((_, region, piece)) = find(&regions, word) {
+                    region.mark_piece(piece);
+                }
+            }
+            let mut at = 0;
+            while at < words {
+                let left = &rest[at..words];
+                let places = left.iter().map_while(found).map(|(place, _)| place);
+                let copies = Copies::read(thread, places);
+                if copies.words() == 0 {
+                    return leading;
+                }
+                for (index, word) in left.iter().enumerate().take(copies.words()) {
+                    let value = copies.value(index, word.length);
+                    if value != Some(word.after) {
+                        leading.differs = value;
+                        return leading;
+                    }
+                    leading.written += 1;
+                }
+                at += copies.words();
+            }
+            if words == 0 || words < touched {
+                break;
+            }
+        }
+        leading
+    }
+
     fn compare_exchange_u32(&self, piece: Piece, current: u32, new: u32) -> Option<Exchanged> {
         let exchange = |region: &Region| region.compare_exchange(piece, current, new);
         let is_word = piece.length() == 4;
@@ -301,6 +396,23 @@ impl Ram for AttachedRam {
         let mut regions = regions.iter();
         regions.any(|region| region.addresses.contains(&address) && region.is_dirty(address))
     }
+}
+
+/// Returns a word's place in the monitor's process, its region and its piece; `None` if the word is
+/// not accessed there, or not in one piece.
+fn find<'r>(
+    regions: &'r [Arc<Region>],
+    word: &Word<Place>,
+) -> Option<(ProcessWord, &'r Region, Piece)> {
+    let [piece, none] = word.place.pieces(word.length);
+    let is_whole = none.length() == 0 && piece.length() == word.length;
+    let mut regions = regions.iter().filter(|_| is_whole);
+    let region = regions.find(|region| region.has(piece))?;
+    let place = ProcessWord {
+        address: region.in_process(piece)?,
+        length: word.length,
+    };
+    Some((place, region, piece))
 }
 
 #[cfg(test)]
@@ -533,6 +645,91 @@ mod tests {
         assert_eq!(memory.changes(), changes + 1);
         assert!(reads(&memory, piece), "it has not changed");
         assert_eq!(memory.read_u64(BASE), None);
+    }
+
+    /// Returns a word of 4 bytes at this offset of the machine's memory.
+    fn word(memory: &AttachedRam, offset: u64, after: u64) -> Word<Place> {
+        let piece = memory.piece(BASE + offset, 4).expect("RAM");
+        Word {
+            place: piece.into(),
+            length: 4,
+            mask: 0xffff_ffff,
+            before: 0,
+            after,
+        }
+    }
+
+    /// Returns this thread's number. The thread stands for one that is stopped.
+    fn thread() -> u32 {
+        rustix::thread::gettid()
+            .as_raw_nonzero()
+            .get()
+            .cast_unsigned()
+    }
+
+    #[test]
+    fn words_are_accessed_at_once_while_a_thread_is_stopped() {
+        let monitor = Monitor::new();
+        for access in [Access::Process, Access::File] {
+            let ram = Arc::new(monitor.open(access));
+            let words: Vec<_> = (0..1000)
+                .map(|index| word(&ram, 64 * index, index + 1))
+                .collect();
+            assert_eq!(ram.leading_unchanged(&words), 0, "no thread is stopped");
+            assert_eq!(ram.write_leading(&words), Leading::default());
+            let stopped = ram.by_stopped_thread(&monitor.process, &[std::process::id()]);
+            assert_eq!(ram.leading_unchanged(&words), 0, "it is the first thread");
+            drop(stopped);
+            let both = [std::process::id(), thread()];
+            let stopped = ram.by_stopped_thread(&monitor.process, &both);
+            let count = if access == Access::Process { 1000 } else { 0 };
+            assert_eq!(ram.leading_unchanged(&words), count);
+            let written = ram.write_leading(&words);
+            assert_eq!((written.written, written.differs), (count, None));
+            assert_eq!(ram.is_dirty(BASE + 64 * 999), count > 0);
+            let wrong = ram.leading_unchanged(&words[500..]);
+            assert_eq!(wrong, 0, "they have changed");
+            drop(stopped);
+            assert_eq!(ram.write_leading(&words), Leading::default());
+            for word in &words {
+                ram.write_piece(word.place.first(), &[0; 4])
+                    .then_some(())
+                    .expect("RAM");
+            }
+        }
+    }
+
+    #[test]
+    fn a_word_that_reads_back_as_another_is_reported_with_all_that_were_written() {
+        let monitor = Monitor::new();
+        let ram = monitor.open(Access::Process);
+        let _stopped = ram.by_stopped_thread(&monitor.process, &[thread()]);
+        // The third word overwrites a part of the second.
+        let places = [(0, 1), (64, 2), (66, 3), (128, 4)];
+        let words = places.map(|(offset, after)| word(&ram, offset, after));
+        let expected = Leading {
+            written: 1,
+            differs: Some(0x3_0002),
+            touched: 4,
+        };
+        assert_eq!(ram.write_leading(&words), expected);
+    }
+
+    #[test]
+    fn memory_that_the_monitor_can_reuse_is_not_written_at_once() {
+        let monitor = Monitor::new();
+        let ranges = vec![range(BASE, SIZE, Removal::ByMonitor)];
+        let host_address = |address| monitor.host_address(address);
+        let ram = AttachedRam::open(
+            &monitor.process,
+            ranges,
+            Access::Process,
+            later(),
+            host_address,
+        );
+        let ram = ram.expect("opened");
+        let _stopped = ram.by_stopped_thread(&monitor.process, &[thread()]);
+        assert_eq!(ram.write_leading(&[word(&ram, 0, 1)]), Leading::default());
     }
 
     #[test]

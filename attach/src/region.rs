@@ -401,6 +401,19 @@ impl Region {
         written
     }
 
+    /// Returns the address of a piece in the monitor's process if it is accessed there, and by
+    /// writes only if the monitor cannot have reused the address.
+    pub fn in_process(&self, piece: Piece) -> Option<u64> {
+        let in_process = matches!(self.host.backing, Backing::Process(_));
+        let stays = self.removal != Removal::ByMonitor;
+        (in_process && stays).then(|| self.address(piece.offset()))
+    }
+
+    /// Marks the pages of a piece as written.
+    pub fn mark_piece(&self, piece: Piece) {
+        self.mark(piece.offset(), piece.length());
+    }
+
     pub fn compare_exchange(&self, piece: Piece, current: u32, new: u32) -> Option<Exchanged> {
         let Backing::File { file, offset } = &self.host.backing else {
             return None;

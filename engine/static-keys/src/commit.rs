@@ -13,7 +13,7 @@ use std::sync::Arc;
 use crate::busy::{Busy, Gate};
 use crate::instruction::{Hex, Size, replace};
 use crate::key::KeyChange;
-use crate::memory::{AccessFault, GuestMemory, Leading, Word, first_bytes};
+use crate::memory::{AccessFault, GuestMemory, Word, first_bytes};
 use crate::plan::{Plan, PlannedGate, Update};
 use crate::refcount::{Op, crosses_zero};
 use crate::verify::VerifyError;
@@ -147,18 +147,22 @@ impl<P: Copy> Plan<P> {
         memory: &M,
     ) -> Result<CommitOutcome, CommitError> {
         let mut index = 0;
+        // The number of words that may have been written.
+        let mut reached = 0;
         while let Some(rest) = self.words.get(index..) {
-            let Leading { written, differs } = memory.write_leading(rest);
-            index += written;
+            let leading = memory.write_leading(rest);
+            reached = index.saturating_add(leading.touched).max(reached);
+            index += leading.written;
             let Some(word) = self.words.get(index) else {
                 break;
             };
-            let result = match differs {
+            let result = match leading.differs {
                 Some(found) => Err(read_back(word, word.after, found)),
                 None => put(memory, word, word.after),
             };
             if let Err(cause) = result {
-                let undo = self.undo(memory, index);
+                let last = reached.min(self.words.len()).saturating_sub(1);
+                let undo = self.undo(memory, last.max(index));
                 let (key, address) = self.written(index);
                 return Err(CommitError {
                     key: self.key_name(key),

@@ -74,6 +74,9 @@ pub struct Leading {
     /// The value read back from the next word, if that word was written and did not read back as
     /// written.
     pub differs: Option<u64>,
+    /// The number of words at the start that may have been written, if there are more of them than
+    /// the above, because many words were written before the first was read back.
+    pub touched: usize,
 }
 
 /// Guest memory, addressed by guest-virtual addresses of the guest's kernel.
@@ -144,8 +147,9 @@ pub trait GuestMemory {
 
     /// Writes leading `words` in order and reads each back. Stops at a word that reads back as
     /// another value. May also stop earlier: the caller then writes the next word itself and
-    /// continues after it. Each word is written as by [`GuestMemory::write`], and atomically in the
-    /// sense of [`GuestMemory::writes_whole`].
+    /// continues after it. Each word is written as by [`GuestMemory::write`]. An instruction is
+    /// written atomically in the sense of [`GuestMemory::writes_whole`], or in steps
+    /// ([`replace`](crate::instruction::replace)).
     fn write_leading(&self, words: &[Word<Self::Place>]) -> Leading {
         let _ = words;
         Leading::default()

@@ -66,11 +66,15 @@ fn a_fault_at_any_write_leaves_everything_as_it_was() {
     assert_eq!(writes, 27 + 4);
     let strides = [0, 1, 2, writes];
     let faults = [Fault::Refused, Fault::Torn, Fault::Lost];
-    for (stride, fault) in strides
-        .map(|stride| faults.map(|fault| (stride, fault)))
-        .concat()
-    {
+    let cases = strides.map(|stride| faults.map(|fault| (stride, fault)));
+    let mut at_once = cases.concat();
+    let late = at_once.len();
+    at_once.extend_from_within(..);
+    for (case, (stride, fault)) in at_once.into_iter().enumerate() {
         world.memory.set_stride(stride);
+        if case == late {
+            world.memory.read_back_late();
+        }
         for position in 0..writes {
             plan.verify(&world.memory, &[]).expect("as it was");
             world.memory.inject(position, position + 1, fault);

@@ -162,9 +162,11 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
 
     /// Writes words from the start of `words` in their order, each as by [`Ram::write_piece`], and
     /// reads each back. Stops at the first word that was not written completely or that reads back
-    /// as another value. Stops before a word that it cannot write atomically in the sense of
-    /// [`Ram::writes_whole`], and may stop earlier. Unless a word differs, the service writes the
-    /// next word by `write_piece` and continues after it.
+    /// as another value; [`Leading::touched`] tells if later words were written before it was read
+    /// back. Stops before an instruction that it can write neither atomically in the sense of
+    /// [`Ram::writes_whole`] nor in steps ([`static_keys::instruction::replace`]), and may stop
+    /// earlier. Unless a word differs, the service writes the next word by `write_piece` and
+    /// continues after it.
     fn write_leading(&self, words: &[Word<Place>]) -> Leading {
         let _ = words;
         Leading::default()

@@ -72,6 +72,7 @@ fn words_are_written_in_both_regions_and_marked_dirty() {
     let all = Leading {
         written: 3,
         differs: None,
+        ..Leading::default()
     };
     assert_eq!(ram.write_leading(&words), all);
     assert_eq!(ram.leading_unchanged(&words), 0);
@@ -96,6 +97,7 @@ fn a_word_that_reads_back_as_another_value_is_reported() {
         let expected = Leading {
             written: 1,
             differs: Some(found),
+            ..Leading::default()
         };
         assert_eq!(leading, expected, "{length}");
     }

@@ -38,6 +38,8 @@ pub struct Pages {
     watcher: RefCell<Option<Watcher>>,
     /// The maximum number of words that are compared or written in one call.
     stride: Cell<usize>,
+    /// A call that writes several words reads them back after the last of them.
+    reads_back_late: Cell<bool>,
 }
 
 impl Default for Pages {
@@ -54,6 +56,7 @@ impl Default for Pages {
             exchanges: Cell::default(),
             watcher: RefCell::default(),
             stride: Cell::new(2),
+            reads_back_late: Cell::default(),
         }
     }
 }
@@ -156,6 +159,11 @@ impl Pages {
         self.stride.set(words);
     }
 
+    /// From now on, a call that writes several words reads them back after the last of them.
+    pub fn read_back_late(&self) {
+        self.reads_back_late.set(true);
+    }
+
     /// Returns the fault of the write with this number.
     fn fault_of(&self, number: usize) -> Option<Fault> {
         let (from, until, fault) = self.fault.get()?;
@@ -165,6 +173,18 @@ impl Pages {
     /// Sets or removes the watcher. While there is one, each byte of a write is stored on its own.
     pub fn watch(&self, watcher: Option<Watcher>) {
         *self.watcher.borrow_mut() = watcher;
+    }
+
+    /// Reads a word back, adds it to the result, and returns whether it is as written.
+    fn reads_back(&self, word: &Word<Place>, leading: &mut Leading) -> bool {
+        let mut found = [0; 8];
+        self.copy_out(word.place.address, &mut found[..word.length]);
+        let same = u64::from_le_bytes(found) == word.after;
+        match same {
+            true => leading.written += 1,
+            false => leading.differs = Some(u64::from_le_bytes(found)),
+        }
+        same
     }
 
     fn copy_in(&self, address: u64, bytes: &[u8]) {
@@ -288,13 +308,16 @@ impl GuestMemory for Pages {
             if is_refused || !self.is_mapped(word.place) || self.write(word.place, bytes).is_err() {
                 break;
             }
-            let mut found = [0; 8];
-            self.copy_out(word.place.address, &mut found[..word.length]);
-            if found[..word.length] != *bytes {
-                leading.differs = Some(u64::from_le_bytes(found));
+            leading.touched += 1;
+            if !self.reads_back_late.get() && !self.reads_back(word, &mut leading) {
                 break;
             }
-            leading.written += 1;
+        }
+        if self.reads_back_late.get() {
+            let touched = words.iter().take(leading.touched);
+            let _ = touched
+                .take_while(|word| self.reads_back(word, &mut leading))
+                .count();
         }
         leading
     }

@@ -223,7 +223,9 @@ fn some_words(ram: &GuestRam, start: u64, length: usize) {
     words[2].mask ^= 1;
     words[2].before &= words[2].mask;
     assert_eq!(ram.leading_unchanged(&words), unchanged);
-    let Leading { written, differs } = ram.write_leading(&words);
+    let Leading {
+        written, differs, ..
+    } = ram.write_leading(&words);
     assert!(written <= WORDS && differs.is_none());
     for (index, word) in words.iter().enumerate() {
         let mut found = [0; APART as usize];

@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Accesses many words of a monitor's memory by one system call, while a thread of the monitor is
+//! stopped.
+//!
+//! Through /proc/PID/mem each word takes a system call of its own. process_vm_readv(2) and
+//! process_vm_writev(2) take lists of words, but they name the process by a number, which another
+//! process may get after the end of this one. So they are given the number of a thread that is
+//! stopped by ptrace. The number of such a thread is not used again before its tracer has waited
+//! for its end, and a thread that has ended has no memory, so the calls fail
+//! (`process_vm_rw_core()`, `mm/process_vm_access.c`). This does not apply to the first thread of a
+//! process: if another thread calls `execve()`, that thread gets the first one's number
+//! (`de_thread()`, `fs/exec.c`).
+
+use std::io::{IoSlice, IoSliceMut};
+
+use nix::sys::uio::{RemoteIoVec, process_vm_readv, process_vm_writev};
+use nix::unistd::Pid;
+use static_keys::instruction::replace;
+
+/// The maximum number of ranges in a call.
+const RANGES: usize = 64;
+/// The maximum number of words that one call reads.
+const WORDS: usize = 256;
+/// The maximum length of a range that is read. Words in one range cost one range, whose bytes
+/// between the words are read too.
+const RANGE_BYTES: usize = 4096;
+/// The maximum number of bytes that one call reads.
+const READ_BYTES: usize = 8192;
+/// The maximum length of a word.
+const WORD_BYTES: usize = 8;
+
+/// A word in the monitor's process.
+#[derive(Clone, Copy, Debug)]
+pub struct ProcessWord {
+    pub address: u64,
+    /// The number of bytes, from 1 to 8.
+    pub length: usize,
+}
+
+/// Ranges of the process's memory.
+struct Ranges {
+    ranges: [RemoteIoVec; RANGES],
+    count: usize,
+}
+
+impl Ranges {
+    const fn new() -> Self {
+        let ranges = [RemoteIoVec { base: 0, len: 0 }; RANGES];
+        Self { ranges, count: 0 }
+    }
+
+    fn last_mut(&mut self) -> Option<&mut RemoteIoVec> {
+        self.ranges[..self.count].last_mut()
+    }
+
+    /// Adds a range. Returns false if there is no room for it.
+    fn push(&mut self, base: usize, len: usize) -> bool {
+        let Some(room) = self.ranges.get_mut(self.count) else {
+            return false;
+        };
+        *room = RemoteIoVec { base, len };
+        self.count += 1;
+        true
+    }
+
+    fn as_slice(&self) -> &[RemoteIoVec] {
+        &self.ranges[..self.count]
+    }
+}
+
+/// Copies of words.
+pub struct Copies {
+    buffer: [u8; READ_BYTES],
+    /// The number of bytes that were read.
+    read: usize,
+    /// The place of each word in the buffer.
+    offsets: [usize; WORDS],
+    words: usize,
+}
+
+impl Copies {
+    /// Reads as many of the first words as one call can read. They must not change meanwhile.
+    pub fn read(thread: Pid, words: impl Iterator<Item = ProcessWord>) -> Self {
+        let mut copies = Self {
+            buffer: [0; READ_BYTES],
+            read: 0,
+            offsets: [0; WORDS],
+            words: 0,
+        };
+        let mut ranges = Ranges::new();
+        let mut used = 0;
+        for (word, offset) in words.zip(&mut copies.offsets) {
+            let Ok(address) = usize::try_from(word.address) else {
+                break;
+            };
+            match ranges.last_mut() {
+                Some(range)
+                    if let Some(at) = address.checked_sub(range.base)
+                        && at.saturating_add(word.length) <= RANGE_BYTES =>
+                {
+                    let begin = used - range.len;
+                    let longer = range.len.max(at + word.length);
+                    if begin + longer > READ_BYTES {
+                        break;
+                    }
+                    range.len = longer;
+                    used = begin + longer;
+                    *offset = begin + at;
+                }
+                _ => {
+                    let end = used + word.length;
+                    if end > READ_BYTES || !ranges.push(address, word.length) {
+                        break;
+                    }
+                    *offset = used;
+                    used = end;
+                }
+            }
+            copies.words += 1;
+        }
+        let local = &mut [IoSliceMut::new(&mut copies.buffer[..used])];
+        copies.read = process_vm_readv(thread, local, ranges.as_slice()).unwrap_or(0);
+        copies
+    }
+
+    /// Returns the number of words that the call had to read.
+    pub fn words(&self) -> usize {
+        self.words
+    }
+
+    /// Returns the word at `index` as a little-endian number; `None` if it was not read.
+    pub fn value(&self, index: usize, length: usize) -> Option<u64> {
+        let offset = *self.offsets[..self.words].get(index)?;
+        let read = self.buffer.get(..self.read)?;
+        let bytes = read.get(offset..offset + length)?;
+        let mut value = [0; WORD_BYTES];
+        value.get_mut(..length)?.copy_from_slice(bytes);
+        Some(u64::from_le_bytes(value))
+    }
+}
+
+/// The result of [`write`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Written {
+    /// The number of words at the start that were written.
+    pub words: usize,
+    /// The number of words at the start that may have been written, at least in part.
+    pub touched: usize,
+}
+
+/// Writes as many of the first words as one call can write, in their order. An instruction is
+/// written in steps ([`replace`]).
+pub fn write(thread: Pid, words: impl Iterator<Item = (ProcessWord, u64)>) -> Written {
+    let mut buffer = [0; RANGES * WORD_BYTES];
+    let mut ranges = Ranges::new();
+    let mut used = 0;
+    // The number of bytes up to the end of each word.
+    let mut ends = [0; RANGES];
+    let mut written = Written::default();
+    for ((word, value), end) in words.zip(&mut ends) {
+        let (before, count) = (used, ranges.count);
+        let value = value.to_le_bytes();
+        let mut add = |bytes: &[u8]| {
+            let address = usize::try_from(word.address).map_err(|_| ())?;
+            let room = buffer.get_mut(used..used + bytes.len()).ok_or(())?;
+            room.copy_from_slice(bytes);
+            used += bytes.len();
+            ranges.push(address, bytes.len()).then_some(()).ok_or(())
+        };
+        let added = match value.get(..word.length) {
+            Some(bytes) => replace(bytes, &mut add),
+            None => Err(()),
+        };
+        if added.is_err() {
+            (used, ranges.count) = (before, count);
+            break;
+        }
+        *end = used;
+        written.touched += 1;
+    }
+    let local = [IoSlice::new(&buffer[..used])];
+    let bytes = process_vm_writev(thread, &local, ranges.as_slice()).unwrap_or(0);
+    written.words = ends[..written.touched].partition_point(|end| *end <= bytes);
+    written
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns words of this process's memory, which stand for those of a monitor.
+    fn words(memory: &[u8], places: &[(usize, usize)]) -> Vec<ProcessWord> {
+        let word = |&(offset, length): &(usize, usize)| ProcessWord {
+            address: memory[offset..offset + length].as_ptr() as u64,
+            length,
+        };
+        places.iter().map(word).collect()
+    }
+
+    #[test]
+    fn words_are_read_in_any_order_and_as_far_as_there_is_room() {
+        let memory: Vec<u8> = (0..1 << 20)
+            .map(|at: u32| (at * 7 + (at >> 8)) as u8)
+            .collect();
+        let value = |(offset, length): (usize, usize)| {
+            let mut bytes = [0; 8];
+            bytes[..length].copy_from_slice(&memory[offset..offset + length]);
+            u64::from_le_bytes(bytes)
+        };
+        let near: Vec<_> = (0..300).map(|index| (5000 + 3 * index, 5)).collect();
+        let far: Vec<_> = (0..100).map(|index| (8192 * index + 4090, 8)).collect();
+        let long: Vec<_> = (0..100).map(|index| (4000 * index, 4)).collect();
+        let back = [(4096, 4), (4000, 8), (4004, 1), (8100, 2), (4098, 2)];
+        for (places, expected) in [
+            (&near[..], WORDS),
+            (&far, RANGES),
+            (&long, 5),
+            (&back, back.len()),
+        ] {
+            let words = words(&memory, places);
+            let copies = Copies::read(Pid::this(), words.iter().copied());
+            assert_eq!(copies.words(), expected, "{places:?}");
+            for (index, place) in places.iter().enumerate() {
+                let found = copies.value(index, place.1);
+                assert_eq!(
+                    found,
+                    (index < expected).then(|| value(*place)),
+                    "{place:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_mapped_ends_the_words() {
+        let mut memory = [0x11; 64];
+        let mut words = words(&memory, &[(0, 4), (8, 5), (16, 2)]);
+        words[1].address = 1 << 46;
+        let copies = Copies::read(Pid::this(), words.iter().copied());
+        assert_eq!(copies.value(0, 4), Some(0x1111_1111));
+        assert_eq!(copies.value(1, 5), None);
+        assert_eq!(copies.value(2, 2), None);
+        let values = words.into_iter().zip([1, 2, 3]);
+        let Written { words, touched } = write(Pid::this(), values);
+        assert_eq!((words, touched), (1, 3));
+        let first = std::hint::black_box(&mut memory)[..5].to_vec();
+        assert_eq!(first, [1, 0, 0, 0, 0x11]);
+    }
+
+    #[test]
+    fn instructions_take_three_ranges() {
+        let memory = vec![0_u8; 4096];
+        let places: Vec<_> = (0..40).map(|index| (index * 16, 5)).collect();
+        let values = words(&memory, &places).into_iter().zip(1_u64..);
+        let Written {
+            words: count,
+            touched,
+        } = write(Pid::this(), values);
+        assert_eq!((count, touched), (RANGES / 3, RANGES / 3));
+        for (index, chunk) in std::hint::black_box(&memory).chunks(16).enumerate() {
+            let expected = if index < count { index as u8 + 1 } else { 0 };
+            assert_eq!((chunk[0], &chunk[1..]), (expected, &[0; 15][..]));
+        }
+    }
+}
