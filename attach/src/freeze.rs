@@ -74,6 +74,8 @@ pub enum FreezeError {
 #[derive(Debug)]
 pub struct Frozen {
     release: Option<Sender<()>>,
+    /// Receives a message when the threads have been released.
+    released: Receiver<()>,
     tracer: Option<JoinHandle<()>>,
     stop_time: Duration,
 }
@@ -89,9 +91,12 @@ impl Frozen {
 impl Drop for Frozen {
     fn drop(&mut self) {
         self.release = None;
-        if let Some(tracer) = self.tracer.take() {
-            // If the tracer has panicked, the kernel resumed the threads when the tracer's thread
-            // ended.
+        // The end of the tracer's thread, which takes longer, is not awaited.
+        if self.released.recv().is_err()
+            && let Some(tracer) = self.tracer.take()
+        {
+            // The tracer has panicked. The kernel releases the threads when the tracer's thread
+            // ends.
             let _ = tracer.join();
         }
     }
@@ -104,14 +109,20 @@ impl Drop for Frozen {
 pub fn freeze(threads: &[u32], point: Point, deadline: Instant) -> Result<Frozen, FreezeError> {
     let threads = threads.to_vec();
     let (answer, answered) = channel();
-    let (release, released) = channel();
+    let (release, end) = channel();
+    let (report, released) = channel();
     let tracer = std::thread::Builder::new()
         .name("freeze".to_owned())
-        .spawn(move || trace(&threads, point, deadline, &answer, &released))
+        .spawn(move || {
+            trace(&threads, point, deadline, &answer, &end);
+            // Sending fails only if nothing was stopped.
+            let _ = report.send(());
+        })
         .map_err(|error| FreezeError::NoThread(error.to_string()))?;
     match answered.recv() {
         Ok(Ok(stop_time)) => Ok(Frozen {
             release: Some(release),
+            released,
             tracer: Some(tracer),
             stop_time,
         }),
@@ -139,7 +150,7 @@ fn trace(
     point: Point,
     deadline: Instant,
     answer: &Sender<Result<Duration, FreezeError>>,
-    released: &Receiver<()>,
+    end: &Receiver<()>,
 ) {
     let began = Instant::now();
     let mut traced = Vec::with_capacity(threads.len());
@@ -149,7 +160,7 @@ fn trace(
     // Sending fails only if this process is ending.
     let _ = answer.send(stopped);
     if wait {
-        let _ = released.recv();
+        let _ = end.recv();
     }
     for thread in traced.iter().filter(|thread| thread.stopped) {
         // ESRCH means that the thread has been killed. When this tracer's thread ends, the kernel

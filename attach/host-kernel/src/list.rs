@@ -404,14 +404,14 @@ impl Candidate {
         let mut vms = self.vms(kernel);
         // Processes that share their memory also share its VMs.
         vms.retain(|(_, vm)| match vm {
-            Some(Ok(vm)) => seen.insert(vm.address),
+            Some(Ok(vm)) => seen.insert(vm.found.kvm),
             _ => true,
         });
         let remark = self.remark(vms.len());
         let is_only = vms.len() == 1;
         let rows = vms.into_iter().take(MAX_VMS).map(|(descriptor, vm)| {
             let address = match &vm {
-                Some(Ok(vm)) => Some(vm.address),
+                Some(Ok(vm)) => Some(vm.found.kvm),
                 _ => None,
             };
             (self.listed(descriptor, vm, is_only, ptrace), address)

@@ -125,7 +125,7 @@ impl Scanner {
         };
         let (pid, descriptor) = (*pid, known.row.descriptor);
         let vm = self.kernel.vm(pid, descriptor);
-        let still = vm.is_ok_and(|vm| vm.address == address);
+        let still = vm.is_ok_and(|vm| vm.found.kvm == address);
         if !still {
             self.known.remove(&pid);
         }

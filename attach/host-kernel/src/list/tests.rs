@@ -144,7 +144,7 @@ fn vm(slots: &[(u64, bool, bool)]) -> Vm {
         logs_dirty_pages: logs,
     };
     Vm {
-        address: 0,
+        found: crate::vm::Found::default(),
         slots: (0..).zip(slots).map(slot).collect(),
         generations: vec![2],
         vcpus: vec![Vcpu { thread: Some(7) }; 2],

@@ -243,12 +243,19 @@ fn a_change_of_a_slot_is_seen() {
     for world in both(&[LOW, HIGH]) {
         let mut kernel = world.kernel();
         let vm = kernel.vm(NUMBER, DESCRIPTOR).expect("a VM");
-        let mut unchanged = || kernel.is_unchanged(NUMBER, DESCRIPTOR, &vm);
+        let mut unchanged = || kernel.is_unchanged(DESCRIPTOR, &vm);
         assert_eq!(unchanged(), Ok(true));
         for (at, word, then) in [
             (SETS[0], 6, 4),
             (SETS[1], IN_PROGRESS | 5, 5),
             (FILE + 32, KVM + 8, KVM),
+            // Another process image, without open files, with another table, with a descriptor
+            // that is closed or that has another file.
+            (TASK + 80, MM + 8, MM),
+            (TASK + 72, 0, FILES),
+            (FILES, TABLE + 0x80, TABLE),
+            (DESCRIPTORS + 8 * u64::from(DESCRIPTOR), 0, FILE),
+            (DESCRIPTORS + 8 * u64::from(DESCRIPTOR), FILE + 8, FILE),
         ] {
             world.put(at, &[word]);
             assert!(matches!(unchanged(), Ok(false) | Err(_)), "{at:#x}");
