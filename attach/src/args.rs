@@ -53,6 +53,8 @@ pub enum Command {
         qemu: u32,
         /// Start of the QEMU, in clock ticks since the boot of the host
         started: u64,
+        /// Descriptor of the file with the messages of a stop
+        tail: i32,
         /// URI of its libvirt
         #[arg(requires = "domain")]
         libvirt: Option<String>,

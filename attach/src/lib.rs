@@ -5,7 +5,7 @@
 //!
 //! | seam | here |
 //! |---|---|
-//! | memory | [`memory::AttachedRam`]: the guest's memory file mapped, or /proc/PID/mem |
+//! | memory | [`memory::AttachedRam`]: the guest's memory file mapped, or the monitor's process |
 //! | pause | [`freeze`]: ptrace of the vCPUs; or QEMU's `stop`, which [`watchdog`] ends if needed |
 //! | lifecycle | [`life::Life`]: QEMU's events (libvirt: by a second `virsh`), the process's end |
 //! | console | [`console::NoConsole`]: the monitor keeps it |

@@ -56,10 +56,15 @@ fn main() -> ExitCode {
         Command::Watchdog {
             qemu,
             started,
+            tail,
             libvirt,
             domain,
-        } => watchdog::run((*qemu, *started), libvirt.as_deref().zip(domain.as_deref()))
-            .context("the watchdog of a guest failed; check that the guest runs"),
+        } => watchdog::run(
+            (*qemu, *started),
+            *tail,
+            libvirt.as_deref().zip(domain.as_deref()),
+        )
+        .context("the watchdog of a guest failed; check that the guest runs"),
         Command::Guest(guest) => run(guest),
         Command::Ledger(LedgerCommand::Export { guest }) => carry::export(guest),
         Command::Ledger(LedgerCommand::Import { file, guest }) => carry::import(file, guest),

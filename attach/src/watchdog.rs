@@ -9,7 +9,8 @@
 //! ```
 //!
 //! The kernel closes the pipe when the attacher ends. Messages that were written before stay in the
-//! pipe, so the watchdog knows of each stop that QEMU may have received. The watchdog has its own
+//! pipe or, during a stop, in a file ([`tail`]), so the watchdog knows of each stop that QEMU may
+//! have received. The watchdog has its own
 //! process group and ignores the signals that end a terminal's or a service's processes. Only
 //! SIGKILL of both processes leaves a guest stopped or a change partial. The watchdog continues a
 //! guest only if it is stopped here and the attacher stopped it ([`crate::resume`]).
@@ -21,12 +22,13 @@
 //! Threads that ptrace has stopped resume when the attacher dies. The watchdog stops them again for
 //! the rollback, some milliseconds later.
 
+mod tail;
 mod words;
 
 use std::ffi::{CStr, OsStr};
 use std::fs::File;
-use std::io::{self, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -48,13 +50,15 @@ use crate::qmp::QmpError;
 use crate::resume::resume;
 use crate::rollback::{Change, Outcome, Settled, count, roll_back};
 use crate::wire::Wire;
+use tail::{Messages, Tail};
 use words::{
     FORGET, LEDGER, MADE, PENDING, RESUMED, RUNS, STOPS, UNDONE, WILL_WRITE, WRITES, Words,
     last_words, optional,
 };
 
 /// The argument that runs the program as a watchdog. The number and the start of QEMU's process
-/// follow, and for a domain also libvirt's URI and the domain's name.
+/// and the descriptor of the file with the messages of a stop follow, and for a domain also
+/// libvirt's URI and the domain's name.
 pub const ARGUMENT: &str = "watchdog";
 /// The program of this process, which is the same one after its file was replaced. So an attacher
 /// that started before an upgrade does not speak to a watchdog of another version.
@@ -97,6 +101,7 @@ pub enum Way<'a> {
 pub struct Watchdog {
     child: Child,
     pipe: Option<ChildStdin>,
+    tail: Tail,
     /// The watchdog has been told what will be written.
     knows_writes: bool,
     /// The writes have begun, and may be incomplete.
@@ -118,11 +123,15 @@ impl Watchdog {
     ) -> io::Result<Self> {
         let mut command = Command::new(program);
         command.arg0(OsStr::from_bytes(NAME.to_bytes()));
-        command.args([ARGUMENT, &qemu.to_string(), &started.to_string()]);
+        let tail = Tail::new()?;
         // The parent closes these copies after the start.
-        let inherited: Vec<File> = locks.map(File::try_clone).collect::<io::Result<_>>()?;
-        for lock in &inherited {
-            fcntl_setfd(lock, FdFlags::empty())?;
+        let mut inherited: Vec<File> = locks.map(File::try_clone).collect::<io::Result<_>>()?;
+        let tails = tail.file().try_clone()?;
+        command.args([ARGUMENT, &qemu.to_string(), &started.to_string()]);
+        command.arg(tails.as_raw_fd().to_string());
+        inherited.push(tails);
+        for file in &inherited {
+            fcntl_setfd(file, FdFlags::empty())?;
         }
         match way {
             Way::Connection(connection) => command.stdout(connection),
@@ -133,6 +142,7 @@ impl Watchdog {
         drop(inherited);
         let mut started = Self {
             pipe: child.stdin.take(),
+            tail,
             child,
             knows_writes: false,
             writing: false,
@@ -148,15 +158,20 @@ impl Watchdog {
     /// # Errors
     /// The watchdog has ended. The guest must not be stopped.
     pub fn arm(&mut self, threads: &[u32], point: Point) -> io::Result<()> {
-        if let Some(status) = self.child.try_wait()? {
-            return Err(io::Error::other(format!(
-                "the watchdog has ended ({status})"
-            )));
-        }
+        self.check_lives()?;
         let mut words = vec![STOPS, u8::from(point == Point::Any)];
         words.extend(count(threads.len())?);
         words.extend(threads.iter().flat_map(|thread| thread.to_le_bytes()));
-        self.say(&words)
+        self.leave(&words)
+    }
+
+    fn check_lives(&mut self) -> io::Result<()> {
+        match self.child.try_wait()? {
+            None => Ok(()),
+            Some(status) => Err(io::Error::other(format!(
+                "the watchdog has ended ({status})"
+            ))),
+        }
     }
 
     /// Tells the watchdog what will be written once the guest is stopped, and the digest of the
@@ -179,7 +194,8 @@ impl Watchdog {
         if !self.knows_writes {
             return Err(io::Error::other("the watchdog was not told of the change"));
         }
-        self.say(&[WRITES])?;
+        self.check_lives()?;
+        self.leave(&[WRITES])?;
         self.writing = true;
         Ok(())
     }
@@ -195,12 +211,12 @@ impl Watchdog {
     /// Tells the watchdog that the change was made, so that nothing is rolled back any more.
     pub fn made(&mut self) {
         self.writing = false;
-        let _ = self.say(&[MADE]);
+        let _ = self.leave(&[MADE]);
     }
 
     /// Tells the watchdog that the writes were undone.
     pub fn undone(&mut self) {
-        let _ = self.say(&[UNDONE]);
+        let _ = self.leave(&[UNDONE]);
     }
 
     /// Tells the watchdog which ledger the attacher keeps.
@@ -241,9 +257,18 @@ impl Watchdog {
         let _ = self.say(&[RUNS]);
     }
 
+    /// Leaves words that the watchdog reads after this process's end, or with the next words that
+    /// are said.
+    fn leave(&mut self, words: &[u8]) -> io::Result<()> {
+        match self.tail.has_room(words) {
+            true => self.tail.add(words),
+            false => self.say(words),
+        }
+    }
+
     fn say(&mut self, words: &[u8]) -> io::Result<()> {
         match &mut self.pipe {
-            Some(pipe) => pipe.write_all(words),
+            Some(pipe) => self.tail.send(pipe, words),
             None => Err(io::ErrorKind::BrokenPipe.into()),
         }
     }
@@ -257,14 +282,19 @@ impl Drop for Watchdog {
     }
 }
 
-/// Runs the watchdog. Its standard input is the pipe from the attacher. Its standard output is the
-/// connection to QEMU, if the attacher has one. It has inherited the attacher's locks in other
-/// descriptors. With neither a connection nor a libvirt domain, no monitor can be asked.
+/// Runs the watchdog. Its standard input is the pipe from the attacher, and `tail` is the descriptor
+/// of the file with the messages of a stop. Its standard output is the connection to QEMU, if the
+/// attacher has one. It has inherited the attacher's locks in other descriptors. With neither a connection nor a libvirt domain, no monitor can be asked.
 ///
 /// # Errors
 /// The guest may be left stopped, or with a partial change.
-pub fn run((qemu, started): (u32, u64), libvirt: Option<(&str, &str)>) -> io::Result<()> {
+pub fn run(
+    (qemu, started): (u32, u64),
+    tail: RawFd,
+    libvirt: Option<(&str, &str)>,
+) -> io::Result<()> {
     let _ = rustix::thread::set_name(NAME);
+    let tail = File::open(format!("/proc/self/fd/{tail}"))?;
     // Blocked signals stay pending; the watchdog ends with the attacher.
     let mut ignored = SigSet::empty();
     for signal in [
@@ -290,7 +320,8 @@ pub fn run((qemu, started): (u32, u64), libvirt: Option<(&str, &str)>) -> io::Re
             }
         }
     };
-    let mut left = last_words(File::from(io::stdin().as_fd().try_clone_to_owned()?));
+    let pipe = File::from(io::stdin().as_fd().try_clone_to_owned()?);
+    let mut left = last_words(Messages::new(pipe, tail));
     let rolled_back = match left.writes.take() {
         Some(change) if left.writing => match &process {
             Ok(qemu) => {

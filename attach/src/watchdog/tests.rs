@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests what the watchdog does after the attacher's end, with a QEMU that only answers.
 
-use std::io::BufReader;
+use std::io::{BufReader, Write};
 use std::os::unix::fs::FileExt;
 use std::thread::JoinHandle;
 
@@ -393,6 +393,7 @@ fn reads() -> Watchdog {
         .expect("coreutils");
     Watchdog {
         pipe: child.stdin.take(),
+        tail: Tail::new().expect("memory"),
         child,
         knows_writes: false,
         writing: false,
