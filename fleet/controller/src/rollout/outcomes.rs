@@ -338,15 +338,15 @@ impl Rollout {
     }
 
     /// Records that the claims of a guest have no effect. The timeline has an entry for the first
-    /// guest: a person or a later rollout may have changed all of them.
+    /// guest of each failure: a person or a later rollout may have changed all of them.
     fn ineffective(&mut self, index: usize, failure: Failure, why: &str, now: Millis) {
         let why = bounded(why);
         match &self.members[index].state {
             State::NotYet { why: before, .. } if *before == why => return,
             State::NotYet { .. } => {}
             _ => {
-                let is_first = !self.members.iter().any(|one| one.state.is_ineffective());
-                if is_first {
+                let is_same = |state: &State| matches!(state, State::NotYet { failure: other, .. } if *other == failure);
+                if !self.members.iter().any(|one| is_same(&one.state)) {
                     let guest = &self.members[index].guest;
                     let text = format!("guest {guest} is no longer as wanted: {why}");
                     self.note_of(Event::Drift, "", now, text);

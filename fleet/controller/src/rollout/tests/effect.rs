@@ -6,6 +6,12 @@ use std::sync::Arc;
 
 use super::*;
 
+/// Returns the number of entries about drift in the timeline.
+fn drift(rollout: &Rollout) -> usize {
+    let timeline = rollout.header().timeline.iter();
+    timeline.filter(|one| one.event == Event::Drift).count()
+}
+
 #[test]
 fn a_guest_on_which_claims_have_no_effect_is_asked_until_they_have() {
     let mut rollout = started(&[2], Policy::default());
@@ -25,10 +31,6 @@ fn a_guest_on_which_claims_have_no_effect_is_asked_until_they_have() {
         let state = &rollout.members()[index].state;
         assert!(state.is_late() && state.is_ineffective(), "{state:?}");
     }
-    let drift = |rollout: &Rollout| {
-        let timeline = rollout.header().timeline.iter();
-        timeline.filter(|one| one.event == Event::Drift).count()
-    };
     assert_eq!(drift(&rollout), 1, "not one for each guest");
     // The guests are only asked, also in a freeze or a pause, and with a growing delay.
     let (mut now, mut asked) = (4000, Vec::new());
@@ -96,6 +98,7 @@ fn a_resume_sends_nothing_to_guests_that_are_only_asked() {
     assert!(rollout.members()[1].state.has_lost_record());
     rollout.checked(1, 1, found("boot-1", FoundClaims::None), 30);
     assert!(rollout.members()[1].state.has_lost_record());
+    assert_eq!(drift(&rollout), 2, "one for each failure");
     rollout.resume("alice", 1000).expect("it is paused");
     assert_eq!(claims(&rollout.step(1000)), [2]);
     assert!(rollout.members()[0].state.is_ineffective());
