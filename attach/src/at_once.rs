@@ -20,12 +20,12 @@ use static_keys::instruction::replace;
 /// The maximum number of ranges in a call.
 const RANGES: usize = 64;
 /// The maximum number of words that one call reads.
-const WORDS: usize = 256;
-/// The maximum length of a range that is read. Words in one range cost one range, whose bytes
-/// between the words are read too.
-const RANGE_BYTES: usize = 4096;
+const WORDS: usize = 128;
+/// The maximum length of a range that is read. Adjacent words share a range, so the bytes between
+/// them are read too.
+const RANGE_BYTES: usize = 512;
 /// The maximum number of bytes that one call reads.
-const READ_BYTES: usize = 8192;
+const READ_BYTES: usize = 2048;
 /// The maximum length of a word.
 const WORD_BYTES: usize = 8;
 
@@ -118,8 +118,10 @@ impl Copies {
             }
             copies.words += 1;
         }
-        let local = &mut [IoSliceMut::new(&mut copies.buffer[..used])];
-        copies.read = process_vm_readv(thread, local, ranges.as_slice()).unwrap_or(0);
+        if copies.words > 0 {
+            let local = &mut [IoSliceMut::new(&mut copies.buffer[..used])];
+            copies.read = process_vm_readv(thread, local, ranges.as_slice()).unwrap_or(0);
+        }
         copies
     }
 
@@ -178,6 +180,9 @@ pub fn write(thread: Pid, words: impl Iterator<Item = (ProcessWord, u64)>) -> Wr
         *end = used;
         written.touched += 1;
     }
+    if written.touched == 0 {
+        return written;
+    }
     let local = [IoSlice::new(&buffer[..used])];
     let bytes = process_vm_writev(thread, &local, ranges.as_slice()).unwrap_or(0);
     written.words = ends[..written.touched].partition_point(|end| *end <= bytes);
@@ -209,12 +214,13 @@ mod tests {
         };
         let near: Vec<_> = (0..300).map(|index| (5000 + 3 * index, 5)).collect();
         let far: Vec<_> = (0..100).map(|index| (8192 * index + 4090, 8)).collect();
-        let long: Vec<_> = (0..100).map(|index| (4000 * index, 4)).collect();
+        // Two words make a range of 504 bytes, and the last one has no room for a second word.
+        let long: Vec<_> = (0..100).map(|index| (500 * index, 4)).collect();
         let back = [(4096, 4), (4000, 8), (4004, 1), (8100, 2), (4098, 2)];
         for (places, expected) in [
             (&near[..], WORDS),
             (&far, RANGES),
-            (&long, 5),
+            (&long, 9),
             (&back, back.len()),
         ] {
             let words = words(&memory, places);

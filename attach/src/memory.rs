@@ -323,7 +323,10 @@ impl Ram for AttachedRam {
         let regions = self.regions();
         let found = |word| find(&regions, word).map(|(word, ..)| word);
         let mut index = 0;
-        while let Some(rest) = words.get(index..) {
+        // Memory that is mapped is accessed without system calls.
+        while let Some(rest) = words.get(index..)
+            && rest.first().and_then(found).is_some()
+        {
             let copies = Copies::read(thread, rest.iter().map_while(found));
             let unchanged = rest.iter().enumerate().take_while(|(at, word)| {
                 let value = copies.value(*at, word.length);
@@ -345,7 +348,9 @@ impl Ram for AttachedRam {
         };
         let regions = self.regions();
         let found = |word| find(&regions, word).map(|(place, ..)| (place, word.after));
-        while let Some(rest) = words.get(leading.written..) {
+        while let Some(rest) = words.get(leading.written..)
+            && rest.first().and_then(found).is_some()
+        {
             let Written { words, touched } = at_once::write(thread, rest.iter().map_while(found));
             leading.touched = leading.written + touched;
             for word in &rest[..touched] {

@@ -282,9 +282,10 @@ impl Drop for Watchdog {
     }
 }
 
-/// Runs the watchdog. Its standard input is the pipe from the attacher, and `tail` is the descriptor
-/// of the file with the messages of a stop. Its standard output is the connection to QEMU, if the
-/// attacher has one. It has inherited the attacher's locks in other descriptors. With neither a connection nor a libvirt domain, no monitor can be asked.
+/// Runs the watchdog. Its standard input is the pipe from the attacher, and `tail` is the
+/// descriptor of the file with the messages of a stop. Its standard output is the connection to
+/// QEMU, if the attacher has one. It has inherited the attacher's locks in other descriptors. With
+/// neither a connection nor a libvirt domain, no monitor can be asked.
 ///
 /// # Errors
 /// The guest may be left stopped, or with a partial change.
