@@ -10,6 +10,10 @@
 //! (`process_vm_rw_core()`, `mm/process_vm_access.c`). This does not apply to the first thread of a
 //! process: if another thread calls `execve()`, that thread gets the first one's number
 //! (`de_thread()`, `fs/exec.c`).
+//!
+//! A call that writes handles its ranges in order. If this process is killed, the call ends before
+//! the next range (`__get_user_pages()`, `mm/gup.c`), so at most one write takes effect after the
+//! vCPUs run again.
 
 use std::io::{IoSlice, IoSliceMut};
 

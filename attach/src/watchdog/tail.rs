@@ -11,6 +11,7 @@ use std::io::{self, Cursor, Read, Write};
 use std::os::unix::fs::FileExt;
 
 use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::io::Errno;
 
 use crate::rollback::array;
 
@@ -35,7 +36,12 @@ impl Tail {
     /// # Errors
     /// The file cannot be created.
     pub fn new() -> io::Result<Self> {
-        let file = memfd_create("watchdog", MemfdFlags::CLOEXEC)?;
+        let create = |more| memfd_create("watchdog", MemfdFlags::CLOEXEC | more);
+        // A host may refuse files without this flag (`vm.memfd_noexec`). Linux has it since 6.3.
+        let file = match create(MemfdFlags::NOEXEC_SEAL) {
+            Err(Errno::INVAL) => create(MemfdFlags::empty()),
+            created => created,
+        }?;
         Ok(Self {
             file: file.into(),
             unsent: Vec::with_capacity(4096),
