@@ -201,7 +201,7 @@ impl Host {
         let (pid, descriptor) = (self.process.pid(), self.descriptor);
         let mut state = self.state();
         let State { kernel, vm, .. } = &mut *state;
-        if again || !matches!(kernel.is_unchanged(descriptor, vm), Ok(true)) {
+        if again || !matches!(kernel.is_unchanged(pid, descriptor, vm), Ok(true)) {
             let now = kernel.vm(pid, descriptor)?;
             if !now.is_same(vm) {
                 // The VM was closed, and its descriptor's number now belongs to another VM.

@@ -319,16 +319,12 @@ impl HostKernel {
         if descriptor >= self.half(at(table, self.layout.fdt_max))? {
             return Err(closed);
         }
-        match self.file_in(table, descriptor)? {
+        let files = self.pointer(at(table, self.layout.fdt_fd))?;
+        let place = files.checked_add(8 * u64::from(descriptor));
+        match self.word(place)? {
             0 => Err(closed),
             file => self.checked(file, "a struct file"),
         }
-    }
-
-    /// Returns the word for a descriptor in a `struct fdtable`.
-    pub(crate) fn file_in(&mut self, table: u64, descriptor: u32) -> Result<u64, WalkError> {
-        let files = self.pointer(at(table, self.layout.fdt_fd))?;
-        self.word(files.checked_add(8 * u64::from(descriptor)))
     }
 
     /// Returns whether a `struct file` is that of a VM. Only then is `private_data` a `struct kvm`.

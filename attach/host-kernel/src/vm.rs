@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads a VM: its memory slots, its vCPUs and the reasons not to write its memory.
+//! Reads a VM: its memory slots, its vCPUs and its protection.
 //!
 //! KVM replaces the set of slots under RCU. So a set is read between two reads of its address and
 //! its generation. If the two reads differ, or if the generation says that an update is in
 //! progress, the set is read again.
+
+mod description;
 
 use std::collections::HashSet;
 use std::thread;
@@ -12,6 +14,8 @@ use std::time::Duration;
 use crate::kernel::{HostKernel, WalkError, at};
 use crate::layout::{Sev, SlotsLayout, VcpusLayout};
 use crate::memory::ReadError;
+pub(crate) use description::Found;
+pub use description::{DirtyLogging, Protection, Refusal, Slot, Vcpu, Vm};
 
 /// The maximum number of slots of an address space (`KVM_USER_MEM_SLOTS`).
 const MAX_SLOTS: usize = 1 << 15;
@@ -25,10 +29,6 @@ const MAX_SLOT_SIZE: u32 = 4096;
 const MAX_DEPTH: usize = 32;
 /// The size of the pages that KVM's frame numbers count.
 const PAGE: u64 = 4096;
-/// The maximum size of KVM's own slots: the APIC access page and the identity map take one page
-/// each, and the TSS takes three. These slots are not RAM of the guest, and KVM never logs their
-/// dirty pages.
-const MAX_OWN_SLOT: u64 = 3 * PAGE;
 
 /// `KVM_MEMSLOT_GEN_UPDATE_IN_PROGRESS`
 const IN_PROGRESS: u64 = 1 << 63;
@@ -47,181 +47,6 @@ const FEW_ATTEMPTS: u32 = 5;
 /// The time between attempts after the first few. KVM's update of the slots itself waits until no
 /// vCPU reads the former set.
 const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
-
-/// A memory slot: guest-physical memory at addresses of the process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Slot {
-    /// The address space: 0, or 1 for memory that only System Management Mode sees.
-    pub space: u32,
-    /// First guest-physical address.
-    pub guest_address: u64,
-    /// Size in bytes.
-    pub bytes: u64,
-    /// Address in the process.
-    pub process_address: u64,
-    /// The guest cannot write this memory directly: its writes exit to the monitor.
-    pub readonly: bool,
-    /// The memory is in a guest_memfd, which the process does not map.
-    pub guest_memfd: bool,
-    /// KVM logs the pages that the guest writes, for a migration or a snapshot. A page that another
-    /// process writes is not in this log.
-    pub logs_dirty_pages: bool,
-}
-
-/// A vCPU of a guest, found in the host's kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Vcpu {
-    /// The thread that ran the vCPU last, as the reader's PID namespace numbers it; `None` before
-    /// the first `KVM_RUN`, or if the thread has ended or is in another namespace.
-    pub thread: Option<u32>,
-}
-
-/// The protection of a guest's memory and registers from its host.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Protection {
-    /// The host can read and write the guest's memory and registers.
-    #[default]
-    None,
-    /// The memory or the registers are encrypted or inaccessible to the host, for this reason.
-    Protected(&'static str),
-    /// The protection cannot be determined, for this reason.
-    Unknown(&'static str),
-}
-
-/// The part of a guest's memory whose dirty pages KVM logs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DirtyLogging {
-    /// None.
-    Off,
-    /// A part, such as the memory of a display.
-    Part,
-    /// All memory, for a migration or for snapshots.
-    All,
-}
-
-/// A reason against a change of a guest's memory from outside.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
-    /// The guest is protected. A request for the guest's registers would end the guest.
-    #[error("the guest is closed to its host, because {0}")]
-    Protected(&'static str),
-    /// It is unknown whether the guest is protected.
-    #[error("it is unknown whether the guest is closed to its host, because {0}")]
-    Unknown(&'static str),
-    /// The guest's memory is in a guest_memfd.
-    #[error("the guest's memory is a guest_memfd, which its monitor does not map")]
-    GuestMemfd,
-    /// KVM logs the writes to the guest's memory, at least to its largest slot, so a migration or
-    /// a snapshot may be in progress.
-    #[error(
-        "KVM logs the dirty pages of the guest's memory, for a migration or for snapshots, and these would \
-         miss what is written"
-    )]
-    DirtyLogging,
-    /// The guest has no memory.
-    #[error("the guest has no memory")]
-    NoMemory,
-}
-
-/// The addresses of the structures between a process and its VM.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Found {
-    /// The process's `task_struct`.
-    task: u64,
-    /// The VM's `struct file`.
-    file: u64,
-    /// The VM's `struct kvm`, the same for all descriptors of the VM.
-    pub(crate) kvm: u64,
-}
-
-/// A VM, as read from KVM's structures.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Vm {
-    pub(crate) found: Found,
-    /// The slots by address space and guest-physical address.
-    pub slots: Vec<Slot>,
-    /// The generation of the slots of each address space. Each change of a slot changes it.
-    pub generations: Vec<u64>,
-    /// The vCPUs in the order of their creation.
-    pub vcpus: Vec<Vcpu>,
-    /// The protection from the host.
-    pub protection: Protection,
-    /// Size of the dirty ring of each vCPU, in bytes; 0 if the monitor uses none.
-    pub dirty_ring_bytes: u32,
-}
-
-impl Vm {
-    /// Returns whether two descriptors lead to one VM.
-    #[must_use]
-    pub fn is_same(&self, other: &Self) -> bool {
-        self.found.kvm == other.found.kvm
-    }
-
-    /// Returns whether KVM logs the dirty pages of a slot, in a bitmap or in the vCPUs' rings.
-    #[must_use]
-    pub fn logs(&self, slot: &Slot) -> bool {
-        slot.logs_dirty_pages || self.dirty_ring_bytes != 0
-    }
-
-    /// Returns the RAM that a guest sees by an ordinary access: the writable slots of the first
-    /// address space, without KVM's own slots.
-    pub fn ram(&self) -> impl Iterator<Item = &Slot> {
-        self.slots
-            .iter()
-            .filter(|slot| slot.space == 0 && !slot.readonly && slot.bytes > MAX_OWN_SLOT)
-    }
-
-    /// Returns the number of bytes of RAM. Memory that the guest sees at several addresses counts
-    /// once.
-    #[must_use]
-    pub fn ram_bytes(&self) -> u64 {
-        let mut ranges: Vec<_> = self
-            .ram()
-            .map(|slot| (slot.process_address, slot.process_address + slot.bytes))
-            .collect();
-        ranges.sort_unstable();
-        let (mut bytes, mut counted) = (0, 0);
-        for (start, end) in ranges {
-            bytes += end.saturating_sub(start.max(counted));
-            counted = counted.max(end);
-        }
-        bytes
-    }
-
-    /// Returns the part of the RAM whose dirty pages KVM logs.
-    #[must_use]
-    pub fn dirty_logging(&self) -> DirtyLogging {
-        let all = self.ram().count();
-        match self.ram().filter(|slot| self.logs(slot)).count() {
-            0 => DirtyLogging::Off,
-            logged if logged == all => DirtyLogging::All,
-            _ => DirtyLogging::Part,
-        }
-    }
-
-    /// Returns the reasons against a change of the guest's memory.
-    #[must_use]
-    pub fn refusals(&self) -> Vec<Refusal> {
-        let protection = match self.protection {
-            Protection::None => None,
-            Protection::Protected(why) => Some(Refusal::Protected(why)),
-            Protection::Unknown(why) => Some(Refusal::Unknown(why)),
-        };
-        let mut all: Vec<Refusal> = protection.into_iter().collect();
-        if self.slots.iter().any(|slot| slot.guest_memfd) {
-            all.push(Refusal::GuestMemfd);
-        }
-        // The log of a smaller slot may be that of a display's memory, which is never written.
-        let largest = self.ram().max_by_key(|slot| slot.bytes);
-        if largest.is_some_and(|slot| self.logs(slot)) {
-            all.push(Refusal::DirtyLogging);
-        }
-        if self.ram().next().is_none() {
-            all.push(Refusal::NoMemory);
-        }
-        all
-    }
-}
 
 impl HostKernel {
     /// Reads the VM at a descriptor of a process. Every call walks from the process again, because
@@ -275,17 +100,17 @@ impl HostKernel {
     }
 
     /// Returns whether a descriptor still leads to this VM, and whether the VM's slots are still
-    /// those that were read. This takes 11 reads for a VM with two address spaces.
+    /// those that were read. This takes 12 reads for a VM with two address spaces.
     ///
     /// The caller must have held a duplicate of the descriptor since before the VM was read, so
-    /// that neither the file nor the VM was freed, and a pidfd that shows after the call that the
-    /// process has not ended. The walk begins at the `task_struct` that was found before. A process
-    /// gets another one if a thread other than the first calls `execve()`. The former one then has
-    /// no open files, and if it was freed and reused, it does not lead to the file.
+    /// that neither the file nor the VM was freed. After the call it must see by a pidfd that the
+    /// process has not ended. The walk begins at the `task_struct` that was found before. The
+    /// process gets another one if a thread other than the first calls `execve()`. The former one
+    /// then has no memory. If it was freed and reused, its memory is not that of the VM.
     ///
     /// # Errors
     /// [`WalkError`].
-    pub fn is_unchanged(&mut self, descriptor: u32, vm: &Vm) -> Result<bool, WalkError> {
+    pub fn is_unchanged(&mut self, pid: u32, descriptor: u32, vm: &Vm) -> Result<bool, WalkError> {
         let Found { task, file, kvm } = vm.found;
         for (space, generation) in (0..).zip(&vm.generations) {
             let set = self.pointer(self.set_of(kvm, space))?;
@@ -293,12 +118,9 @@ impl HostKernel {
                 return Ok(false);
             }
         }
-        let files = self.pointer(at(task, self.layout.task_files))?;
-        let table = self.pointer(at(files, self.layout.files_fdt))?;
-        Ok(self.file_in(table, descriptor)? == file
+        Ok(self.file(pid, task, descriptor)? == file
             && self.word(at(file, self.layout.file_private))? == kvm
-            && self.word(at(task, self.layout.task_mm))?
-                == self.word(at(kvm, self.layout.kvm_mm))?)
+            && self.has_created(task, kvm)?)
     }
 
     /// Returns the address of the pointer to the slots of an address space.
@@ -325,13 +147,17 @@ impl HostKernel {
         }
         let kvm = self.word(at(file, self.layout.file_private))?;
         let kvm = self.checked(kvm, "a struct kvm")?;
-        let mm = self.word(at(task, self.layout.task_mm))?;
-        // kvm.userspace_pid names a thread, and a process may hold the descriptor of another
-        // process's VM, so the address space shows which process created the VM.
-        if mm == 0 || self.word(at(kvm, self.layout.kvm_mm))? != mm {
-            return Err(WalkError::OtherProcess { pid, descriptor });
+        match self.has_created(task, kvm)? {
+            true => Ok(Found { task, file, kvm }),
+            false => Err(WalkError::OtherProcess { pid, descriptor }),
         }
-        Ok(Found { task, file, kvm })
+    }
+
+    /// Returns whether a process has created a VM. kvm.userspace_pid names a thread, and a process
+    /// may hold the descriptor of another process's VM, so the address space decides.
+    fn has_created(&mut self, task: u64, kvm: u64) -> Result<bool, WalkError> {
+        let mm = self.word(at(task, self.layout.task_mm))?;
+        Ok(mm != 0 && self.word(at(kvm, self.layout.kvm_mm))? == mm)
     }
 
     fn read_vm(&mut self, found: Found) -> Result<Vm, WalkError> {

@@ -243,7 +243,7 @@ fn a_change_of_a_slot_is_seen() {
     for world in both(&[LOW, HIGH]) {
         let mut kernel = world.kernel();
         let vm = kernel.vm(NUMBER, DESCRIPTOR).expect("a VM");
-        let mut unchanged = || kernel.is_unchanged(DESCRIPTOR, &vm);
+        let mut unchanged = || kernel.is_unchanged(NUMBER, DESCRIPTOR, &vm);
         assert_eq!(unchanged(), Ok(true));
         for (at, word, then) in [
             (SETS[0], 6, 4),

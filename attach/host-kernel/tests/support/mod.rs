@@ -125,7 +125,7 @@ fn compare(qemu: &mut Qemu, mut kernel: HostKernel) {
     assert_eq!(vm.vcpus.len(), 3);
     assert_eq!(vm.dirty_logging(), DirtyLogging::Off);
     assert_eq!(vm.refusals(), []);
-    assert_eq!(kernel.is_unchanged(descriptor, &vm), Ok(true));
+    assert_eq!(kernel.is_unchanged(pid, descriptor, &vm), Ok(true));
     println!("{}: {pages} addresses agree", kernel.transport());
     kernel.vm(pid, 0).expect_err("it is no VM");
     kernel
