@@ -161,8 +161,8 @@ impl<P: Copy> Plan<P> {
                 None => put(memory, word, word.after),
             };
             if let Err(cause) = result {
-                let last = reached.min(self.words.len()).saturating_sub(1);
-                let undo = self.undo(memory, last.max(index));
+                let end = reached.clamp(index + 1, self.words.len());
+                let undo = undo(memory, &self.words[..end]);
                 let (key, address) = self.written(index);
                 return Err(CommitError {
                     key: self.key_name(key),
@@ -192,17 +192,7 @@ impl<P: Copy> Plan<P> {
 
     /// Undoes a whole commit. The guest must still be stopped. Allocates nothing.
     pub fn revert<M: GuestMemory<Place = P>>(&self, memory: &M) -> Undo {
-        match self.words.len().checked_sub(1) {
-            Some(last) => self.undo(memory, last),
-            None => Undo::Complete,
-        }
-    }
-
-    /// Undoes the writes up to `failed` in reverse order. The failed write may be partly done.
-    fn undo<M: GuestMemory<Place = P>>(&self, memory: &M, failed: usize) -> Undo {
-        let words = self.words[..=failed].iter().rev();
-        let left = words.filter(|word| put(memory, word, word.before).is_err());
-        Undo::of(left.count())
+        undo(memory, &self.words)
     }
 
     /// Returns the index of the key that a write belongs to, and the address of its site or count.
@@ -373,6 +363,13 @@ fn give_back<M: GuestMemory>(memory: &M, place: M::Place, change: &KeyChange) ->
         }
     }
     false
+}
+
+/// Undoes writes in reverse order. Some of them may be partly done or not made.
+fn undo<M: GuestMemory>(memory: &M, words: &[Word<M::Place>]) -> Undo {
+    let words = words.iter().rev();
+    let left = words.filter(|word| put(memory, word, word.before).is_err());
+    Undo::of(left.count())
 }
 
 /// Writes a value to a word and reads it back. No vCPU can execute a partly written instruction,

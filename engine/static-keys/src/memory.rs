@@ -74,8 +74,8 @@ pub struct Leading {
     /// The value read back from the next word, if that word was written and did not read back as
     /// written.
     pub differs: Option<u64>,
-    /// The number of words at the start that may have been written, if there are more of them than
-    /// the above, because many words were written before the first was read back.
+    /// The number of words at the start that may have been written before the first of them was
+    /// read back. May be 0 if each word is read back before the next one is written.
     pub touched: usize,
 }
 

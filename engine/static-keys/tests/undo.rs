@@ -66,15 +66,11 @@ fn a_fault_at_any_write_leaves_everything_as_it_was() {
     assert_eq!(writes, 27 + 4);
     let strides = [0, 1, 2, writes];
     let faults = [Fault::Refused, Fault::Torn, Fault::Lost];
-    let cases = strides.map(|stride| faults.map(|fault| (stride, fault)));
-    let mut at_once = cases.concat();
-    let late = at_once.len();
-    at_once.extend_from_within(..);
-    for (case, (stride, fault)) in at_once.into_iter().enumerate() {
+    let cases =
+        strides.map(|stride| faults.map(|fault| [false, true].map(|late| (stride, fault, late))));
+    for (stride, fault, late) in cases.concat().concat() {
         world.memory.set_stride(stride);
-        if case == late {
-            world.memory.read_back_late();
-        }
+        world.memory.set_reads_back_late(late);
         for position in 0..writes {
             plan.verify(&world.memory, &[]).expect("as it was");
             world.memory.inject(position, position + 1, fault);

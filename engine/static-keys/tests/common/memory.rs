@@ -159,9 +159,9 @@ impl Pages {
         self.stride.set(words);
     }
 
-    /// From now on, a call that writes several words reads them back after the last of them.
-    pub fn read_back_late(&self) {
-        self.reads_back_late.set(true);
+    /// Sets whether a call that writes several words reads them back after the last of them.
+    pub fn set_reads_back_late(&self, late: bool) {
+        self.reads_back_late.set(late);
     }
 
     /// Returns the fault of the write with this number.
@@ -314,10 +314,11 @@ impl GuestMemory for Pages {
             }
         }
         if self.reads_back_late.get() {
-            let touched = words.iter().take(leading.touched);
-            let _ = touched
-                .take_while(|word| self.reads_back(word, &mut leading))
-                .count();
+            for word in &words[..leading.touched] {
+                if !self.reads_back(word, &mut leading) {
+                    break;
+                }
+            }
         }
         leading
     }
