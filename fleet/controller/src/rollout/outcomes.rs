@@ -345,8 +345,8 @@ impl Rollout {
             State::NotYet { why: before, .. } if *before == why => return,
             State::NotYet { .. } => {}
             _ => {
-                let is_same = |state: &State| matches!(state, State::NotYet { failure: other, .. } if *other == failure);
-                if !self.members.iter().any(|one| is_same(&one.state)) {
+                let mut failures = self.members.iter().map(|one| one.state.failure());
+                if failures.all(|other| other != Some(failure)) {
                     let guest = &self.members[index].guest;
                     let text = format!("guest {guest} is no longer as wanted: {why}");
                     self.note_of(Event::Drift, "", now, text);

@@ -164,26 +164,31 @@ impl State {
         matches!(self, Self::AsWanted { .. }) || self.is_ineffective()
     }
 
+    /// Returns why the guest is not yet as wanted, if a call has failed.
+    pub fn failure(&self) -> Option<Failure> {
+        match self {
+            Self::NotYet { failure, .. } => Some(*failure),
+            _ => None,
+        }
+    }
+
     /// Returns whether the guest had confirmed the claims, and some have no effect any more, or its
     /// service has no record of them. It is only asked.
     pub fn is_ineffective(&self) -> bool {
         matches!(
-            self,
-            Self::NotYet {
-                failure: Failure::Ineffective | Failure::NoRecord,
-                ..
-            }
+            self.failure(),
+            Some(Failure::Ineffective | Failure::NoRecord)
         )
     }
 
     /// Returns whether the guest's service has lost its record of claims that it had confirmed.
     pub fn has_lost_record(&self) -> bool {
-        matches!(self, Self::NotYet { failure, .. } if *failure == Failure::NoRecord)
+        self.failure() == Some(Failure::NoRecord)
     }
 
     /// Returns whether the claims are to be sent again in a later generation.
     pub fn is_retried(&self) -> bool {
-        matches!(self, Self::NotYet { .. }) && !self.is_ineffective()
+        self.failure().is_some() && !self.is_ineffective()
     }
 
     /// Returns whether the guest is not yet as wanted and the wave does not wait for it any more.
