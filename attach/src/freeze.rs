@@ -11,7 +11,7 @@
 //! waits for another thread ([`Point::Unlocked`]).
 //!
 //! A ptrace relation belongs to the tracing thread, so each stop has its own thread, which ends
-//! with the stop.
+//! soon after the stop.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
@@ -115,7 +115,7 @@ pub fn freeze(threads: &[u32], point: Point, deadline: Instant) -> Result<Frozen
         .name("freeze".to_owned())
         .spawn(move || {
             trace(&threads, point, deadline, &answer, &end);
-            // Sending fails only if nothing was stopped.
+            // Nobody waits for this message if nothing was stopped.
             let _ = report.send(());
         })
         .map_err(|error| FreezeError::NoThread(error.to_string()))?;
