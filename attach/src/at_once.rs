@@ -6,7 +6,7 @@
 //! process_vm_writev(2) take lists of words, but they name the process by a number, which another
 //! process may get after the end of this one. So they are given the number of a thread that is
 //! stopped by ptrace. The number of such a thread is not used again before its tracer has waited
-//! for its end, and a thread that has ended has no memory, so the calls fail
+//! for its end or has ended itself, and a thread that has ended has no memory, so the calls fail
 //! (`process_vm_rw_core()`, `mm/process_vm_access.c`). This does not apply to the first thread of a
 //! process: if another thread calls `execve()`, that thread gets the first one's number
 //! (`de_thread()`, `fs/exec.c`).
@@ -36,7 +36,7 @@ const WORD_BYTES: usize = 8;
 /// A word in the monitor's process.
 #[derive(Clone, Copy, Debug)]
 pub struct ProcessWord {
-    pub address: u64,
+    pub address: usize,
     /// The number of bytes, from 1 to 8.
     pub length: usize,
 }
@@ -83,7 +83,8 @@ pub struct Copies {
 }
 
 impl Copies {
-    /// Reads as many of the first words as one call can read. They must not change meanwhile.
+    /// Reads as many of the first words as one call can read, at least one. They must not change
+    /// meanwhile.
     pub fn read(thread: Pid, words: impl Iterator<Item = ProcessWord>) -> Self {
         let mut copies = Self {
             buffer: [0; READ_BYTES],
@@ -94,9 +95,7 @@ impl Copies {
         let mut ranges = Ranges::new();
         let mut used = 0;
         for (word, offset) in words.zip(&mut copies.offsets) {
-            let Ok(address) = usize::try_from(word.address) else {
-                break;
-            };
+            let address = word.address;
             match ranges.last_mut() {
                 Some(range)
                     if let Some(at) = address.checked_sub(range.base)
@@ -122,14 +121,12 @@ impl Copies {
             }
             copies.words += 1;
         }
-        if copies.words > 0 {
-            let local = &mut [IoSliceMut::new(&mut copies.buffer[..used])];
-            copies.read = process_vm_readv(thread, local, ranges.as_slice()).unwrap_or(0);
-        }
+        let local = &mut [IoSliceMut::new(&mut copies.buffer[..used])];
+        copies.read = process_vm_readv(thread, local, ranges.as_slice()).unwrap_or(0);
         copies
     }
 
-    /// Returns the number of words that the call had to read.
+    /// Returns the number of words that the call was asked to read.
     pub fn words(&self) -> usize {
         self.words
     }
@@ -167,11 +164,11 @@ pub fn write(thread: Pid, words: impl Iterator<Item = (ProcessWord, u64)>) -> Wr
         let (before, count) = (used, ranges.count);
         let value = value.to_le_bytes();
         let mut add = |bytes: &[u8]| {
-            let address = usize::try_from(word.address).map_err(|_| ())?;
             let room = buffer.get_mut(used..used + bytes.len()).ok_or(())?;
             room.copy_from_slice(bytes);
             used += bytes.len();
-            ranges.push(address, bytes.len()).then_some(()).ok_or(())
+            let added = ranges.push(word.address, bytes.len());
+            added.then_some(()).ok_or(())
         };
         let added = match value.get(..word.length) {
             Some(bytes) => replace(bytes, &mut add),
@@ -183,9 +180,6 @@ pub fn write(thread: Pid, words: impl Iterator<Item = (ProcessWord, u64)>) -> Wr
         }
         *end = used;
         written.touched += 1;
-    }
-    if written.touched == 0 {
-        return written;
     }
     let local = [IoSlice::new(&buffer[..used])];
     let bytes = process_vm_writev(thread, &local, ranges.as_slice()).unwrap_or(0);
@@ -200,7 +194,7 @@ mod tests {
     /// Returns words of this process's memory, which stand for those of a monitor.
     fn words(memory: &[u8], places: &[(usize, usize)]) -> Vec<ProcessWord> {
         let word = |&(offset, length): &(usize, usize)| ProcessWord {
-            address: memory[offset..offset + length].as_ptr() as u64,
+            address: memory[offset..offset + length].as_ptr() as usize,
             length,
         };
         places.iter().map(word).collect()

@@ -245,6 +245,45 @@ impl AttachedRam {
         (thread != 0).then(|| Pid::from_raw(thread))
     }
 
+    // These two are not inlined, because the service calls the methods for each word, and the
+    // buffers on the stack would cost each call something while no thread is stopped.
+
+    #[inline(never)]
+    fn leading_unchanged_at_once(&self, thread: Pid, words: &[Word<Place>]) -> usize {
+        let regions = self.regions();
+        let is_unchanged = |word: &Word<Place>, value| value & word.mask == word.before;
+        count_expected(thread, &regions, words, is_unchanged).0
+    }
+
+    #[inline(never)]
+    fn write_leading_at_once(&self, thread: Pid, words: &[Word<Place>]) -> Leading {
+        let regions = self.regions();
+        let mut leading = Leading::default();
+        while let Some(rest) = words.get(leading.written..)
+            && begins_in_process(&regions, rest)
+        {
+            let places = rest.iter().map_while(|word| {
+                let (place, ..) = find(&regions, word)?;
+                Some((place, word.after))
+            });
+            let Written { words, touched } = at_once::write(thread, places);
+            leading.touched = leading.written + touched;
+            for word in &rest[..touched] {
+                if let Some((_, region, piece)) = find(&regions, word) {
+                    region.mark_piece(piece);
+                }
+            }
+            let is_written = |word: &Word<Place>, value| value == word.after;
+            let (same, differs) = count_expected(thread, &regions, &rest[..words], is_written);
+            leading.written += same;
+            leading.differs = differs;
+            if touched == 0 || same < touched {
+                break;
+            }
+        }
+        leading
+    }
+
     fn regions(&self) -> RwLockReadGuard<'_, Vec<Arc<Region>>> {
         // Each change assigns whole values, so a panic leaves no inconsistent state.
         self.regions.read().unwrap_or_else(PoisonError::into_inner)
@@ -317,70 +356,17 @@ impl Ram for AttachedRam {
     }
 
     fn leading_unchanged(&self, words: &[Word<Place>]) -> usize {
-        let Some(thread) = self.stopped_thread() else {
-            return 0;
-        };
-        let regions = self.regions();
-        let found = |word| find(&regions, word).map(|(word, ..)| word);
-        let mut index = 0;
-        // Memory that is mapped is accessed without system calls.
-        while let Some(rest) = words.get(index..)
-            && rest.first().and_then(found).is_some()
-        {
-            let copies = Copies::read(thread, rest.iter().map_while(found));
-            let unchanged = rest.iter().enumerate().take_while(|(at, word)| {
-                let value = copies.value(*at, word.length);
-                value.is_some_and(|value| value & word.mask == word.before)
-            });
-            let unchanged = unchanged.count();
-            index += unchanged;
-            if unchanged == 0 || unchanged < copies.words() {
-                break;
-            }
+        match self.stopped_thread() {
+            Some(thread) => self.leading_unchanged_at_once(thread, words),
+            None => 0,
         }
-        index
     }
 
     fn write_leading(&self, words: &[Word<Place>]) -> Leading {
-        let mut leading = Leading::default();
-        let Some(thread) = self.stopped_thread() else {
-            return leading;
-        };
-        let regions = self.regions();
-        let found = |word| find(&regions, word).map(|(place, ..)| (place, word.after));
-        while let Some(rest) = words.get(leading.written..)
-            && rest.first().and_then(found).is_some()
-        {
-            let Written { words, touched } = at_once::write(thread, rest.iter().map_while(found));
-            leading.touched = leading.written + touched;
-            for word in &rest[..touched] {
-                if let Some((_, region, piece)) = find(&regions, word) {
-                    region.mark_piece(piece);
-                }
-            }
-            let mut at = 0;
-            while at < words {
-                let left = &rest[at..words];
-                let places = left.iter().map_while(found).map(|(place, _)| place);
-                let copies = Copies::read(thread, places);
-                if copies.words() == 0 {
-                    return leading;
-                }
-                for (index, word) in left.iter().enumerate().take(copies.words()) {
-                    let value = copies.value(index, word.length);
-                    if value != Some(word.after) {
-                        leading.differs = value;
-                        return leading;
-                    }
-                    leading.written += 1;
-                }
-                at += copies.words();
-            }
-            if words == 0 || words < touched {
-                break;
-            }
+        match self.stopped_thread() {
+            Some(thread) => self.write_leading_at_once(thread, words),
+            None => Leading::default(),
         }
-        leading
     }
 
     fn compare_exchange_u32(&self, piece: Piece, current: u32, new: u32) -> Option<Exchanged> {
@@ -403,6 +389,38 @@ impl Ram for AttachedRam {
     }
 }
 
+/// Returns how many words at the start have a value that `is_expected`, and the value of the next
+/// word, if it was read and is another. Stops before a word that is not in the monitor's process.
+fn count_expected(
+    thread: Pid,
+    regions: &[Arc<Region>],
+    words: &[Word<Place>],
+    is_expected: impl Fn(&Word<Place>, u64) -> bool,
+) -> (usize, Option<u64>) {
+    let mut index = 0;
+    while let Some(rest) = words.get(index..)
+        && begins_in_process(regions, rest)
+    {
+        let places = rest.iter().map_while(|word| Some(find(regions, word)?.0));
+        let copies = Copies::read(thread, places);
+        for (at, word) in rest.iter().take(copies.words()).enumerate() {
+            match copies.value(at, word.length) {
+                Some(value) if is_expected(word, value) => index += 1,
+                other => return (index, other),
+            }
+        }
+    }
+    (index, None)
+}
+
+/// Returns whether the first word is in the monitor's process. If it is not, no call is prepared,
+/// because mapped memory is accessed without system calls.
+fn begins_in_process(regions: &[Arc<Region>], words: &[Word<Place>]) -> bool {
+    words
+        .first()
+        .is_some_and(|word| find(regions, word).is_some())
+}
+
 /// Returns a word's place in the monitor's process, its region and its piece; `None` if the word is
 /// not accessed there, or not in one piece.
 fn find<'r>(
@@ -414,360 +432,11 @@ fn find<'r>(
     let mut regions = regions.iter().filter(|_| is_whole);
     let region = regions.find(|region| region.has(piece))?;
     let place = ProcessWord {
-        address: region.in_process(piece)?,
+        address: usize::try_from(region.in_process(piece)?).ok()?,
         length: word.length,
     };
     Some((place, region, piece))
 }
 
 #[cfg(test)]
-mod tests {
-    use std::cell::Cell;
-    use std::fs::File;
-    use std::time::Duration;
-
-    use vm_memory::{FileOffset, MmapRegion};
-
-    use super::*;
-    use crate::flat_view::Removal;
-    use crate::process::READS;
-    use crate::qmp::QmpError;
-
-    const BASE: u64 = 0x10_0000;
-    const DIMM: u64 = 0x1_0000_0000;
-    /// The size of the mappings. It is below 2 MiB, because the kernel aligns larger mappings to 2
-    /// MiB and would not put one into the gap that another has left.
-    const SIZE: u64 = 1 << 18;
-
-    /// A simulated monitor in this process. It has the machine's memory, and behind this a DIMM in
-    /// the same file.
-    struct Monitor {
-        process: Process,
-        file: File,
-        map: MmapRegion,
-    }
-
-    impl Monitor {
-        fn new() -> Self {
-            let file = tempfile::tempfile().expect("room");
-            file.set_len(2 * SIZE).expect("room");
-            let map = map(&file);
-            let process = Process::open(std::process::id()).expect("it runs");
-            Self { process, file, map }
-        }
-
-        fn host_address(&self, address: u64) -> Result<u64, AttachError> {
-            let offset = match address {
-                BASE..DIMM => address - BASE,
-                _ => address - DIMM + SIZE,
-            };
-            Ok(self.map.as_ptr() as u64 + offset)
-        }
-
-        fn open(&self, access: Access) -> AttachedRam {
-            let ranges = vec![range(BASE, SIZE, Removal::Never), dimm()];
-            let host_address = |address| self.host_address(address);
-            AttachedRam::open(&self.process, ranges, access, later(), host_address).expect("opened")
-        }
-    }
-
-    fn map(file: &File) -> MmapRegion {
-        map_of(file, 2 * SIZE)
-    }
-
-    fn map_of(file: &File, bytes: u64) -> MmapRegion {
-        let file = file.try_clone().expect("a descriptor");
-        let size = usize::try_from(bytes).expect("small");
-        MmapRegion::from_file(FileOffset::new(file, 0), size).expect("address space")
-    }
-
-    fn range(start: u64, size: u64, removal: Removal) -> RamRange {
-        RamRange {
-            addresses: start..start + size,
-            backend: "ram".to_owned(),
-            offset: 0,
-            removal,
-        }
-    }
-
-    fn dimm() -> RamRange {
-        range(DIMM, SIZE, Removal::ByVcpu)
-    }
-
-    fn later() -> Instant {
-        Instant::now() + Duration::from_secs(60)
-    }
-
-    fn silent(_: u64) -> Result<u64, AttachError> {
-        Err(AttachError::Monitor(QmpError::TimedOut {
-            command: "gpa2hva".to_owned(),
-            patience: Duration::ZERO,
-        }))
-    }
-
-    fn reads(memory: &AttachedRam, piece: Piece) -> bool {
-        memory.read_piece(piece, &mut [0; 8])
-    }
-
-    #[test]
-    fn a_monitor_that_does_not_answer_is_asked_once_in_a_stop() {
-        for access in [Access::File, Access::Process] {
-            let monitor = Monitor::new();
-            let memory = monitor.open(access);
-            let host_address = |address| monitor.host_address(address);
-            let ranges = || {
-                let second = range(DIMM + SIZE / 2, SIZE / 2, Removal::ByVcpu);
-                let first = range(DIMM, SIZE / 2, Removal::ByVcpu);
-                vec![range(BASE, SIZE, Removal::Never), first, second]
-            };
-            let changed = memory.update(&monitor.process, ranges(), later(), host_address);
-            assert!(changed.expect("taken over"));
-            let base = memory.piece(BASE, 8).expect("RAM");
-            let pieces = [DIMM, DIMM + SIZE / 2].map(|at| memory.piece(at, 8).expect("RAM"));
-            let _ = memory.take_doubt();
-            memory.confirm(&monitor.process, later(), |range| host_address(range.start));
-            assert!(pieces.iter().all(|piece| reads(&memory, *piece)));
-            assert!(!memory.take_doubt());
-            let asked = Cell::new(0);
-            memory.confirm(&monitor.process, later(), |range| {
-                asked.set(asked.get() + 1);
-                silent(range.start)
-            });
-            assert_eq!(asked.get(), 1);
-            assert!(!pieces.iter().any(|piece| reads(&memory, *piece)));
-            assert!(reads(&memory, base), "nothing removes it");
-            assert!(memory.take_doubt());
-            // The memory still exists, so an update maps it again.
-            let changed = memory.update(&monitor.process, ranges(), later(), host_address);
-            assert!(changed.expect("taken over"));
-            assert!(memory.read_u64(DIMM).is_some());
-            assert!(!pieces.iter().any(|piece| reads(&memory, *piece)));
-            assert!(reads(&memory, base), "it has not changed");
-        }
-    }
-
-    #[test]
-    fn the_list_of_mappings_is_read_once_for_all_regions() {
-        let monitor = Monitor::new();
-        let host_address = |address| monitor.host_address(address);
-        READS.set(0);
-        let memory = monitor.open(Access::File);
-        assert_eq!(READS.get(), 2, "the file is confirmed after it was opened");
-        let part = |number| range(DIMM + number * SIZE / 4, SIZE / 4, Removal::ByVcpu);
-        let parts = (0..4).map(part).collect();
-        READS.set(0);
-        let changed = memory.update(&monitor.process, parts, later(), host_address);
-        assert!(changed.expect("taken over"));
-        assert_eq!(READS.get(), 1);
-        READS.set(0);
-        memory.confirm(&monitor.process, later(), |range| host_address(range.start));
-        assert_eq!(READS.get(), 1);
-        assert_eq!(memory.bytes(), SIZE);
-        assert!(!memory.take_doubt(), "all of them are there");
-    }
-
-    #[test]
-    fn nothing_is_confirmed_after_the_deadline() {
-        for access in [Access::File, Access::Process] {
-            let monitor = Monitor::new();
-            let memory = monitor.open(access);
-            let piece = memory.piece(DIMM, 8).expect("RAM");
-            memory.confirm(&monitor.process, Instant::now(), |_| panic!("it is late"));
-            assert!(!reads(&memory, piece));
-            assert!(memory.take_doubt());
-            let ranges = vec![range(BASE, SIZE, Removal::Never), dimm()];
-            let late = memory.update(&monitor.process, ranges, Instant::now(), |address| {
-                monitor.host_address(address)
-            });
-            late.expect_err("it is late");
-        }
-    }
-
-    #[test]
-    fn another_file_at_the_address_is_not_the_region() {
-        // Another thread may take the address first, so the test tries this several times.
-        assert!((0..20).any(|_| another_file_takes_the_place()));
-    }
-
-    /// Returns false if the kernel has put the other file at another address.
-    fn another_file_takes_the_place() -> bool {
-        let mut monitor = Monitor::new();
-        let memory = monitor.open(Access::File);
-        let piece = memory.piece(DIMM, 8).expect("RAM");
-        let address = monitor.map.as_ptr();
-        monitor.file = tempfile::tempfile().expect("room");
-        monitor.file.set_len(2 * SIZE).expect("room");
-        monitor.map = map(&monitor.file);
-        // The kernel fills higher gaps first, so fill these.
-        let mut higher = Vec::new();
-        while monitor.map.as_ptr() != address {
-            if higher.len() == 1000 {
-                return false;
-            }
-            higher.push(std::mem::replace(&mut monitor.map, map(&monitor.file)));
-        }
-        memory.confirm(&monitor.process, later(), |range| {
-            monitor.host_address(range.start)
-        });
-        assert!(!reads(&memory, piece));
-        true
-    }
-
-    #[test]
-    fn what_cannot_be_taken_over_changes_nothing() {
-        let monitor = Monitor::new();
-        let memory = monitor.open(Access::File);
-        let piece = memory.piece(DIMM, 8).expect("RAM");
-        let host_address = |address| monitor.host_address(address);
-        let changes = memory.changes();
-        let update = |ranges, file: bool| {
-            memory.update(&monitor.process, ranges, later(), |address| match file {
-                true => host_address(address),
-                false => silent(address),
-            })
-        };
-        update(vec![dimm()], false).expect_err("no answer");
-        let beyond = update(vec![range(DIMM, 2 * SIZE, Removal::ByVcpu)], true);
-        let error = beyond.expect_err("beyond the mapping").to_string();
-        assert!(error.contains("has no 524288 bytes at"), "{error}");
-        assert!(error.contains("mapped in one run, only 262144"), "{error}");
-        let mut grown = Monitor::new();
-        grown.file = monitor.file.try_clone().expect("a descriptor");
-        grown.file.set_len(4 * SIZE).expect("room");
-        grown.map = map_of(&grown.file, 4 * SIZE);
-        let more = vec![range(DIMM, 3 * SIZE, Removal::ByVcpu)];
-        let beyond = memory.update(&monitor.process, more, later(), |address| {
-            grown.host_address(address)
-        });
-        let error = beyond.expect_err("beyond the known file").to_string();
-        let expected = "it needs 786432 bytes from 0x40000, and the file has 524288; attach again";
-        assert!(error.contains(expected), "{error}");
-        assert_eq!(memory.changes(), changes);
-        assert!(reads(&memory, piece));
-        let same = vec![range(BASE, SIZE, Removal::Never), dimm()];
-        assert!(!update(same, true).expect("nothing new"));
-        assert!(update(vec![dimm()], true).expect("less"));
-        assert_eq!(memory.changes(), changes + 1);
-        assert!(reads(&memory, piece), "it has not changed");
-        assert_eq!(memory.read_u64(BASE), None);
-    }
-
-    /// Returns a word of 4 bytes at this offset of the machine's memory.
-    fn word(memory: &AttachedRam, offset: u64, after: u64) -> Word<Place> {
-        let piece = memory.piece(BASE + offset, 4).expect("RAM");
-        Word {
-            place: piece.into(),
-            length: 4,
-            mask: 0xffff_ffff,
-            before: 0,
-            after,
-        }
-    }
-
-    /// Returns this thread's number. The thread stands for one that is stopped.
-    fn thread() -> u32 {
-        rustix::thread::gettid()
-            .as_raw_nonzero()
-            .get()
-            .cast_unsigned()
-    }
-
-    #[test]
-    fn words_are_accessed_at_once_while_a_thread_is_stopped() {
-        let monitor = Monitor::new();
-        for access in [Access::Process, Access::File] {
-            let ram = Arc::new(monitor.open(access));
-            let words: Vec<_> = (0..1000)
-                .map(|index| word(&ram, 64 * index, index + 1))
-                .collect();
-            assert_eq!(ram.leading_unchanged(&words), 0, "no thread is stopped");
-            assert_eq!(ram.write_leading(&words), Leading::default());
-            let stopped = ram.by_stopped_thread(&monitor.process, &[std::process::id()]);
-            assert_eq!(ram.leading_unchanged(&words), 0, "it is the first thread");
-            drop(stopped);
-            let both = [std::process::id(), thread()];
-            let stopped = ram.by_stopped_thread(&monitor.process, &both);
-            let count = if access == Access::Process { 1000 } else { 0 };
-            assert_eq!(ram.leading_unchanged(&words), count);
-            let written = ram.write_leading(&words);
-            assert_eq!((written.written, written.differs), (count, None));
-            assert_eq!(ram.is_dirty(BASE + 64 * 999), count > 0);
-            let wrong = ram.leading_unchanged(&words[500..]);
-            assert_eq!(wrong, 0, "they have changed");
-            drop(stopped);
-            assert_eq!(ram.write_leading(&words), Leading::default());
-            for word in &words {
-                ram.write_piece(word.place.first(), &[0; 4])
-                    .then_some(())
-                    .expect("RAM");
-            }
-        }
-    }
-
-    #[test]
-    fn a_word_that_reads_back_as_another_is_reported_with_all_that_were_written() {
-        let monitor = Monitor::new();
-        let ram = monitor.open(Access::Process);
-        let _stopped = ram.by_stopped_thread(&monitor.process, &[thread()]);
-        // The third word overwrites a part of the second.
-        let places = [(0, 1), (64, 2), (66, 3), (128, 4)];
-        let words = places.map(|(offset, after)| word(&ram, offset, after));
-        let expected = Leading {
-            written: 1,
-            differs: Some(0x3_0002),
-            touched: 4,
-        };
-        assert_eq!(ram.write_leading(&words), expected);
-    }
-
-    #[test]
-    fn memory_that_the_monitor_can_reuse_is_not_written_at_once() {
-        let monitor = Monitor::new();
-        let ranges = vec![range(BASE, SIZE, Removal::ByMonitor)];
-        let host_address = |address| monitor.host_address(address);
-        let ram = AttachedRam::open(
-            &monitor.process,
-            ranges,
-            Access::Process,
-            later(),
-            host_address,
-        );
-        let ram = ram.expect("opened");
-        let _stopped = ram.by_stopped_thread(&monitor.process, &[thread()]);
-        assert_eq!(ram.write_leading(&[word(&ram, 0, 1)]), Leading::default());
-    }
-
-    #[test]
-    fn ids_of_regions_are_not_used_twice() {
-        let monitor = Monitor::new();
-        let memory = monitor.open(Access::File);
-        let update = |ranges| {
-            memory.update(&monitor.process, ranges, later(), |address| {
-                monitor.host_address(address)
-            })
-        };
-        let last = u64::from(u32::MAX) / MAX_RANGES as u64;
-        memory.changes.store(last, Ordering::SeqCst);
-        let half = || vec![range(BASE, SIZE / 2, Removal::Never)];
-        assert!(update(half()).expect("the last one"));
-        let error = update(vec![dimm()]).expect_err("no id is left").to_string();
-        let expected = "changed 4194304 times, and no more than 4194303 changes are followed; end this process and attach again";
-        assert!(error.contains(expected), "{error}");
-        assert!(!update(half()).expect("nothing new"));
-    }
-
-    #[test]
-    fn marks_outlive_another_shape_of_a_region() {
-        let monitor = Monitor::new();
-        let memory = monitor.open(Access::Process);
-        memory.write(BASE + SIZE - 4096, &[1; 4]).expect("RAM");
-        let half = range(BASE + SIZE / 2, SIZE / 2, Removal::Never);
-        let update = memory.update(&monitor.process, vec![half], later(), |address| {
-            monitor.host_address(address)
-        });
-        assert!(update.expect("taken over"));
-        assert!(memory.is_dirty(BASE + SIZE - 4096));
-        assert!(!memory.is_dirty(BASE + SIZE - 8192));
-        assert!(!memory.is_dirty(BASE));
-    }
-}
+mod tests;

@@ -397,21 +397,16 @@ impl Region {
                 .write_all_at(bytes, self.address(piece.offset()))
                 .is_ok(),
         };
-        self.mark(piece.offset(), piece.length());
+        self.mark_piece(piece);
         written
     }
 
-    /// Returns the address of a piece in the monitor's process if it is accessed there, and by
-    /// writes only if the monitor cannot have reused the address.
+    /// Returns the address of a piece in the monitor's process; `None` if the piece is in a mapped
+    /// file, or if the monitor may have reused the address since the guest was stopped.
     pub fn in_process(&self, piece: Piece) -> Option<u64> {
         let in_process = matches!(self.host.backing, Backing::Process(_));
         let stays = self.removal != Removal::ByMonitor;
         (in_process && stays).then(|| self.address(piece.offset()))
-    }
-
-    /// Marks the pages of a piece as written.
-    pub fn mark_piece(&self, piece: Piece) {
-        self.mark(piece.offset(), piece.length());
     }
 
     pub fn compare_exchange(&self, piece: Piece, current: u32, new: u32) -> Option<Exchanged> {
@@ -422,9 +417,14 @@ impl Region {
         let word = slice.get_atomic_ref::<AtomicU32>(0).ok()?;
         let exchanged = word.compare_exchange(current, new, Ordering::SeqCst, Ordering::SeqCst);
         if exchanged.is_ok() {
-            self.mark(piece.offset(), piece.length());
+            self.mark_piece(piece);
         }
         Some(exchanged)
+    }
+
+    /// Marks the pages of a piece as written.
+    pub fn mark_piece(&self, piece: Piece) {
+        self.mark(piece.offset(), piece.length());
     }
 
     fn mark(&self, offset: u64, length: usize) {
