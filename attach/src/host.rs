@@ -68,14 +68,14 @@ pub struct Host {
     process: Arc<Process>,
     descriptor: u32,
     logging: Logging,
-    /// The VM's file; `None` once the monitor has closed it.
-    held: Mutex<Option<OwnedFd>>,
     state: Mutex<State>,
 }
 
 #[derive(Debug)]
 struct State {
     kernel: HostKernel,
+    /// The VM's file; `None` once the monitor has closed it.
+    held: Option<OwnedFd>,
     /// The VM as it was read last.
     vm: Vm,
     /// The guest-physical addresses of the RAM that is used.
@@ -161,9 +161,9 @@ impl Host {
             descriptor,
             logging,
             process: Arc::clone(process),
-            held: Mutex::new(Some(held)),
             state: Mutex::new(State {
                 kernel,
+                held: Some(held),
                 vm,
                 used: Vec::new(),
             }),
@@ -200,7 +200,13 @@ impl Host {
     fn look(&self, again: bool) -> Result<MutexGuard<'_, State>, WalkError> {
         let (pid, descriptor) = (self.process.pid(), self.descriptor);
         let mut state = self.state();
-        let State { kernel, vm, .. } = &mut *state;
+        let State {
+            kernel, held, vm, ..
+        } = &mut *state;
+        // Another VM may have the address by which this one was known.
+        if held.is_none() {
+            return Err(WalkError::NoDescriptor { pid, descriptor });
+        }
         if again || !matches!(kernel.is_unchanged(pid, descriptor, vm), Ok(true)) {
             let now = kernel.vm(pid, descriptor)?;
             if !now.is_same(vm) {
@@ -225,7 +231,7 @@ impl Host {
             Err(NoDescriptor { .. } | NotAVm { .. } | OtherProcess { .. })
         );
         if is_closed {
-            *self.held.lock().unwrap_or_else(PoisonError::into_inner) = None;
+            self.state().held = None;
         }
         is_closed
     }
