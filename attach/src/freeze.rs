@@ -13,14 +13,14 @@
 //! A ptrace relation belongs to the tracing thread, so each stop has its own thread, which ends
 //! soon after the stop.
 
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::libc;
 use nix::sys::ptrace;
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, raise};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 
@@ -28,6 +28,10 @@ use nix::unistd::Pid;
 const SPIN: Duration = Duration::from_micros(300);
 /// Interval of later polls.
 const BETWEEN_LOOKS: Duration = Duration::from_micros(50);
+/// The longest stop. A stop that lasts longer hangs in an access to the monitor's memory, for
+/// example in a page that a file system in user space must provide. Only the end of this process
+/// ends such an access.
+const LONGEST: Duration = Duration::from_secs(60);
 
 /// The `ioctl` that runs a vCPU (`include/uapi/linux/kvm.h`).
 const KVM_RUN: u64 = 0xae80;
@@ -74,8 +78,8 @@ pub enum FreezeError {
 #[derive(Debug)]
 pub struct Frozen {
     release: Option<Sender<()>>,
-    /// Receives a message when the threads have been released.
-    released: Receiver<()>,
+    /// Receives a message after the threads' release: whether each was released.
+    released: Receiver<bool>,
     tracer: Option<JoinHandle<()>>,
     stop_time: Duration,
 }
@@ -92,21 +96,31 @@ impl Drop for Frozen {
     fn drop(&mut self) {
         self.release = None;
         // The end of the tracer's thread, which takes longer, is not awaited.
-        if self.released.recv().is_err()
+        if self.released.recv() != Ok(true)
             && let Some(tracer) = self.tracer.take()
         {
-            // The tracer has panicked. The kernel releases the threads when the tracer's thread
-            // ends.
+            // The tracer has panicked, or a thread has ended or was not released. The kernel
+            // releases the threads when the tracer's thread ends.
             let _ = tracer.join();
         }
     }
 }
 
-/// Stops all of these threads before the deadline, or none.
+/// Stops all of these threads before the deadline, or none. A stop that lasts longer than a minute
+/// kills this process, so that the threads run again and the watchdog rolls back.
 ///
 /// # Errors
 /// [`FreezeError`]; all threads keep running.
 pub fn freeze(threads: &[u32], point: Point, deadline: Instant) -> Result<Frozen, FreezeError> {
+    freeze_for(threads, point, deadline, LONGEST)
+}
+
+fn freeze_for(
+    threads: &[u32],
+    point: Point,
+    deadline: Instant,
+    longest: Duration,
+) -> Result<Frozen, FreezeError> {
     let threads = threads.to_vec();
     let (answer, answered) = channel();
     let (release, end) = channel();
@@ -114,9 +128,15 @@ pub fn freeze(threads: &[u32], point: Point, deadline: Instant) -> Result<Frozen
     let tracer = std::thread::Builder::new()
         .name("freeze".to_owned())
         .spawn(move || {
-            trace(&threads, point, deadline, &answer, &end);
+            let wait = || {
+                if end.recv_timeout(longest) == Err(RecvTimeoutError::Timeout) {
+                    tracing::error!(?longest, "the guest was stopped for too long; this process ends, and its watchdog rolls back");
+                    let _ = raise(Signal::SIGKILL);
+                }
+            };
+            let released = trace(&threads, point, deadline, &answer, wait);
             // Nobody waits for this message if nothing was stopped.
-            let _ = report.send(());
+            let _ = report.send(released);
         })
         .map_err(|error| FreezeError::NoThread(error.to_string()))?;
     match answered.recv() {
@@ -144,29 +164,32 @@ struct Traced {
     signal: Option<Signal>,
 }
 
-/// Runs in the tracer's thread.
+/// Runs in the tracer's thread. `wait` waits for the end of the stop. Returns whether each thread
+/// was released.
 fn trace(
     threads: &[u32],
     point: Point,
     deadline: Instant,
     answer: &Sender<Result<Duration, FreezeError>>,
-    end: &Receiver<()>,
-) {
+    wait: impl FnOnce(),
+) -> bool {
     let began = Instant::now();
     let mut traced = Vec::with_capacity(threads.len());
     let stopped = stop(threads, point, &mut traced, deadline);
     let stopped = stopped.map(|()| began.elapsed());
-    let wait = stopped.is_ok();
+    let is_stopped = stopped.is_ok();
     // Sending fails only if this process is ending.
     let _ = answer.send(stopped);
-    if wait {
-        let _ = end.recv();
+    if is_stopped {
+        wait();
     }
+    let mut released = true;
     for thread in traced.iter().filter(|thread| thread.stopped) {
         // ESRCH means that the thread has been killed. When this tracer's thread ends, the kernel
         // releases all threads that are still traced.
-        let _ = ptrace::detach(thread.pid, thread.signal);
+        released &= ptrace::detach(thread.pid, thread.signal).is_ok();
     }
+    released
 }
 
 fn stop(
@@ -267,6 +290,7 @@ fn failed(thread: u32, error: Errno) -> FreezeError {
 #[cfg(test)]
 mod tests {
     use std::io::{BufRead, BufReader};
+    use std::os::unix::process::ExitStatusExt;
     use std::process::{Child, Command, Stdio};
 
     use super::*;
@@ -361,6 +385,32 @@ mod tests {
         let twice = freeze(&[id], Point::Any, in_time()).expect_err("it has a tracer");
         assert!(matches!(twice, FreezeError::Denied { .. }), "{twice}");
         drop(frozen);
+        busy.prints();
+    }
+
+    /// The variable that makes the test's program stop the thread with this number.
+    const STOPS: &str = "PATCHBAY_TEST_STOPS";
+
+    #[test]
+    fn a_stop_that_does_not_end_ends_this_process() {
+        let test = "a_stop_that_does_not_end_ends_this_process";
+        if let Ok(thread) = std::env::var(STOPS) {
+            let threads = [thread.parse().expect("a number")];
+            let longest = Duration::from_millis(1);
+            let frozen = freeze_for(&threads, Point::Any, in_time(), longest).expect("stopped");
+            loop {
+                std::thread::park();
+                let _ = &frozen;
+            }
+        }
+        let mut busy = Busy::new();
+        let status = Command::new(std::env::current_exe().expect("a program"))
+            .args([test, "--test-threads=1"])
+            .env(STOPS, busy.0.id().to_string())
+            .stdout(Stdio::null())
+            .status()
+            .expect("this program");
+        assert_eq!(status.signal(), Some(Signal::SIGKILL as i32), "{status}");
         busy.prints();
     }
 
