@@ -14,12 +14,18 @@
 //! A call that writes handles its ranges in order. If this process is killed, the call ends before
 //! the next range (`__get_user_pages()`, `mm/gup.c`), so at most one write takes effect after the
 //! vCPUs run again.
+//!
+//! Unlike an access through /proc/PID/mem, these calls wait for a page that the holder of a
+//! userfaultfd must provide (`handle_userfault()`, `fs/userfaultfd.c`), and only a kill ends that
+//! wait. So they are not used for a process that has a userfaultfd
+//! ([`crate::memory::AttachedRam`]).
 
 use std::io::{IoSlice, IoSliceMut};
 
+use nix::Result;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv, process_vm_writev};
 use nix::unistd::Pid;
-use static_keys::instruction::replace;
+use static_keys::instruction::{Size, replace};
 
 /// The maximum number of ranges in a call.
 const RANGES: usize = 64;
@@ -85,7 +91,10 @@ pub struct Copies {
 impl Copies {
     /// Reads as many of the first words as one call can read, at least one. They must not change
     /// meanwhile.
-    pub fn read(thread: Pid, words: impl Iterator<Item = ProcessWord>) -> Self {
+    ///
+    /// # Errors
+    /// The call failed, so no word was read.
+    pub fn read(thread: Pid, words: impl Iterator<Item = ProcessWord>) -> Result<Self> {
         let mut copies = Self {
             buffer: [0; READ_BYTES],
             read: 0,
@@ -122,8 +131,8 @@ impl Copies {
             copies.words += 1;
         }
         let local = &mut [IoSliceMut::new(&mut copies.buffer[..used])];
-        copies.read = process_vm_readv(thread, local, ranges.as_slice()).unwrap_or(0);
-        copies
+        copies.read = process_vm_readv(thread, local, ranges.as_slice())?;
+        Ok(copies)
     }
 
     /// Returns the number of words that the call was asked to read.
@@ -152,15 +161,25 @@ pub struct Written {
 }
 
 /// Writes as many of the first words as one call can write, in their order. An instruction is
-/// written in steps ([`replace`]).
-pub fn write(thread: Pid, words: impl Iterator<Item = (ProcessWord, u64)>) -> Written {
+/// written in steps ([`replace`]). The call ends where counts follow instructions: no count may be
+/// written before all instructions have been read back, because a rollback takes a count behind an
+/// instruction that was not replaced for a change by the guest ([`crate::rollback`]).
+///
+/// # Errors
+/// The call failed, so nothing was written.
+pub fn write(thread: Pid, words: impl Iterator<Item = (ProcessWord, u64)>) -> Result<Written> {
     let mut buffer = [0; RANGES * WORD_BYTES];
     let mut ranges = Ranges::new();
     let mut used = 0;
     // The number of bytes up to the end of each word.
     let mut ends = [0; RANGES];
-    let mut written = Written::default();
+    let mut words_in_call = 0;
+    let mut kind = None;
     for ((word, value), end) in words.zip(&mut ends) {
+        let is_instruction = Size::of(word.length).is_some();
+        if *kind.get_or_insert(is_instruction) != is_instruction {
+            break;
+        }
         let (before, count) = (used, ranges.count);
         let value = value.to_le_bytes();
         let mut add = |bytes: &[u8]| {
@@ -179,16 +198,26 @@ pub fn write(thread: Pid, words: impl Iterator<Item = (ProcessWord, u64)>) -> Wr
             break;
         }
         *end = used;
-        written.touched += 1;
+        words_in_call += 1;
     }
     let local = [IoSlice::new(&buffer[..used])];
-    let bytes = process_vm_writev(thread, &local, ranges.as_slice()).unwrap_or(0);
-    written.words = ends[..written.touched].partition_point(|end| *end <= bytes);
-    written
+    let bytes = process_vm_writev(thread, &local, ranges.as_slice())?;
+    let words = ends[..words_in_call].partition_point(|end| *end <= bytes);
+    // The kernel returns the exact number of bytes, so at most one word was written in part.
+    let begins = if words == 0 { 0 } else { ends[words - 1] };
+    Ok(Written {
+        words,
+        touched: words + usize::from(begins < bytes),
+    })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::process::{Command, Stdio};
+    use std::sync::atomic::{AtomicU8, Ordering};
+
+    use static_keys::instruction::is_half_replaced;
+
     use super::*;
 
     /// Returns words of this process's memory, which stand for those of a monitor.
@@ -222,7 +251,7 @@ mod tests {
             (&back, back.len()),
         ] {
             let words = words(&memory, places);
-            let copies = Copies::read(Pid::this(), words.iter().copied());
+            let copies = Copies::read(Pid::this(), words.iter().copied()).expect("read");
             assert_eq!(copies.words(), expected, "{places:?}");
             for (index, place) in places.iter().enumerate() {
                 let found = copies.value(index, place.1);
@@ -238,15 +267,20 @@ mod tests {
     #[test]
     fn what_is_not_mapped_ends_the_words() {
         let mut memory = [0x11; 64];
-        let mut words = words(&memory, &[(0, 4), (8, 5), (16, 2)]);
+        let mut words = words(&memory, &[(0, 4), (8, 4), (16, 4)]);
         words[1].address = 1 << 46;
-        let copies = Copies::read(Pid::this(), words.iter().copied());
+        let copies = Copies::read(Pid::this(), words.iter().copied()).expect("in part");
         assert_eq!(copies.value(0, 4), Some(0x1111_1111));
-        assert_eq!(copies.value(1, 5), None);
-        assert_eq!(copies.value(2, 2), None);
+        assert_eq!(copies.value(1, 4), None);
+        assert_eq!(copies.value(2, 4), None);
+        let missing = &words[1..];
+        Copies::read(Pid::this(), missing.iter().copied())
+            .err()
+            .expect("not mapped");
+        write(Pid::this(), missing.iter().copied().zip([2, 3])).expect_err("not mapped");
         let values = words.into_iter().zip([1, 2, 3]);
-        let Written { words, touched } = write(Pid::this(), values);
-        assert_eq!((words, touched), (1, 3));
+        let Written { words, touched } = write(Pid::this(), values).expect("in part");
+        assert_eq!((words, touched), (1, 1));
         let first = std::hint::black_box(&mut memory)[..5].to_vec();
         assert_eq!(first, [1, 0, 0, 0, 0x11]);
     }
@@ -259,11 +293,92 @@ mod tests {
         let Written {
             words: count,
             touched,
-        } = write(Pid::this(), values);
+        } = write(Pid::this(), values).expect("written");
         assert_eq!((count, touched), (RANGES / 3, RANGES / 3));
         for (index, chunk) in std::hint::black_box(&memory).chunks(16).enumerate() {
             let expected = if index < count { index as u8 + 1 } else { 0 };
             assert_eq!((chunk[0], &chunk[1..]), (expected, &[0; 15][..]));
         }
+    }
+
+    /// The variable that makes the test's program write to these addresses of its parent.
+    const WRITES: &str = "PATCHBAY_TEST_WRITES";
+    const PAGE: usize = 4096;
+    const INSTRUCTIONS: [[u8; 5]; 2] = [[0x0f, 0x1f, 0x44, 0, 0], [0xe9, 1, 2, 3, 4]];
+
+    /// Writes one instruction and then the other to all pages from an address on, until it is
+    /// killed.
+    fn write_until_killed(start: usize) -> ! {
+        let word = |page| ProcessWord {
+            address: start + PAGE * page,
+            length: 5,
+        };
+        let values =
+            INSTRUCTIONS.map(|[a, b, c, d, e]| u64::from_le_bytes([a, b, c, d, e, 0, 0, 0]));
+        loop {
+            for value in values.into_iter().rev() {
+                let words = (0..RANGES / 3).map(|page| (word(page), value));
+                let written = write(Pid::parent(), words).expect("this user's process");
+                assert_eq!(written.words, RANGES / 3);
+            }
+        }
+    }
+
+    #[test]
+    fn a_call_that_is_killed_has_written_its_first_ranges() {
+        let test = "a_call_that_is_killed_has_written_its_first_ranges";
+        if let Ok(start) = std::env::var(WRITES) {
+            write_until_killed(start.parse().expect("an address"));
+        }
+        let bytes = PAGE * (RANGES / 3);
+        let memory: Vec<AtomicU8> = (0..bytes).map(|_| AtomicU8::new(0)).collect();
+        let mut partial = 0;
+        for kills in 0..60 {
+            for page in memory.chunks(PAGE) {
+                for (to, byte) in page.iter().zip(INSTRUCTIONS[0]) {
+                    to.store(byte, Ordering::SeqCst);
+                }
+            }
+            let mut child = Command::new(std::env::current_exe().expect("a program"))
+                .args([test, "--test-threads=1"])
+                .env(WRITES, (memory.as_ptr() as usize).to_string())
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn()
+                .expect("this program");
+            let last = memory.len() - PAGE;
+            while memory[last].load(Ordering::SeqCst) == INSTRUCTIONS[0][0] {
+                assert_eq!(child.try_wait().expect("a child"), None, "it may not write");
+            }
+            for _ in 0..97 * kills {
+                std::hint::spin_loop();
+            }
+            child.kill().expect("a child");
+            child.wait().expect("a child");
+            let found = memory.chunks(PAGE).map(|page| {
+                let mut bytes = [0; 5];
+                for (byte, from) in bytes.iter_mut().zip(page) {
+                    *byte = from.load(Ordering::SeqCst);
+                }
+                bytes
+            });
+            let mut runs: Vec<[u8; 5]> = found.collect();
+            runs.dedup();
+            let [off, on] = INSTRUCTIONS;
+            let whole = runs
+                .iter()
+                .filter(|found| [off, on].contains(found))
+                .count();
+            let is_half = |found: &[u8; 5]| {
+                is_half_replaced(found, &off, &on) && found[0] != off[0] && found[0] != on[0]
+            };
+            let half = runs.iter().filter(|found| is_half(found)).count();
+            assert_eq!(whole + half, runs.len(), "{runs:02x?}");
+            assert!(whole <= 2 && half <= 1, "{runs:02x?}");
+            let is_inside = half == 0 || whole < 2 || is_half(&runs[1]);
+            assert!(is_inside, "{runs:02x?}");
+            partial += usize::from(runs.len() > 1);
+        }
+        println!("{partial} of 60 kills fell into a call");
     }
 }

@@ -65,6 +65,8 @@ pub struct AttachedRam {
     /// The number of a thread of the monitor that is stopped by ptrace and is not the first thread
     /// of its process; 0 for none.
     stopped: AtomicI32,
+    /// The monitor has a userfaultfd, so a call that accesses many words might wait for a page.
+    waits_for_pages: AtomicBool,
 }
 
 /// Words are accessed through a stopped thread until this is dropped. The thread must be stopped
@@ -97,6 +99,7 @@ impl AttachedRam {
             changes: AtomicU64::new(0),
             doubted: AtomicBool::new(false),
             stopped: AtomicI32::new(0),
+            waits_for_pages: AtomicBool::new(true),
         };
         memory.update(process, ranges, deadline, host_address)?;
         Ok(memory)
@@ -121,6 +124,9 @@ impl AttachedRam {
             placed.push((range, address));
         }
         let hosts = HostMemory::new(process, self.access, &known, deadline).find(&placed)?;
+        let waits_for_pages = process.has_userfaultfd()?;
+        self.waits_for_pages
+            .store(waits_for_pages, Ordering::SeqCst);
         let mut next = self.changes().saturating_mul(MAX_RANGES as u64);
         let mut regions = Vec::with_capacity(placed.len());
         for ((range, _), host) in placed.into_iter().zip(hosts) {
@@ -232,9 +238,13 @@ impl AttachedRam {
     }
 
     /// Accesses words through one of these threads of the process, which the caller has stopped by
-    /// ptrace. The first thread of the process is not used.
+    /// ptrace. The first thread of the process is not used. No thread is used if the process had a
+    /// userfaultfd at the last [`AttachedRam::update`].
     pub fn by_stopped_thread(&self, process: &Process, threads: &[u32]) -> ByStoppedThread<'_> {
-        let other = threads.iter().find(|thread| **thread != process.pid());
+        let waits = self.waits_for_pages.load(Ordering::SeqCst);
+        let other = threads
+            .iter()
+            .find(|thread| !waits && **thread != process.pid());
         let thread = other.and_then(|thread| i32::try_from(*thread).ok());
         self.stopped.store(thread.unwrap_or(0), Ordering::SeqCst);
         ByStoppedThread(self)
@@ -252,7 +262,7 @@ impl AttachedRam {
     fn leading_unchanged_at_once(&self, thread: Pid, words: &[Word<Place>]) -> usize {
         let regions = self.regions();
         let is_unchanged = |word: &Word<Place>, value| value & word.mask == word.before;
-        count_expected(thread, &regions, words, is_unchanged).0
+        self.count_expected(thread, &regions, words, is_unchanged).0
     }
 
     #[inline(never)]
@@ -266,7 +276,11 @@ impl AttachedRam {
                 let (place, ..) = find(&regions, word)?;
                 Some((place, word.after))
             });
-            let Written { words, touched } = at_once::write(thread, places);
+            let Some(Written { words, touched }) =
+                self.or_one_by_one(at_once::write(thread, places))
+            else {
+                break;
+            };
             leading.touched = leading.written + touched;
             for word in &rest[..touched] {
                 if let Some((_, region, piece)) = find(&regions, word) {
@@ -274,14 +288,51 @@ impl AttachedRam {
                 }
             }
             let is_written = |word: &Word<Place>, value| value == word.after;
-            let (same, differs) = count_expected(thread, &regions, &rest[..words], is_written);
+            let (same, differs) = self.count_expected(thread, &regions, &rest[..words], is_written);
             leading.written += same;
             leading.differs = differs;
-            if touched == 0 || same < touched {
+            if same < touched {
                 break;
             }
         }
         leading
+    }
+
+    /// Returns how many words at the start have a value that `is_expected`, and the value of the
+    /// next word, if it was read and is another. Stops before a word that is not in the monitor's
+    /// process.
+    fn count_expected(
+        &self,
+        thread: Pid,
+        regions: &[Arc<Region>],
+        words: &[Word<Place>],
+        is_expected: impl Fn(&Word<Place>, u64) -> bool,
+    ) -> (usize, Option<u64>) {
+        let mut index = 0;
+        while let Some(rest) = words.get(index..)
+            && begins_in_process(regions, rest)
+        {
+            let places = rest.iter().map_while(|word| Some(find(regions, word)?.0));
+            let Some(copies) = self.or_one_by_one(Copies::read(thread, places)) else {
+                break;
+            };
+            for (at, word) in rest.iter().take(copies.words()).enumerate() {
+                match copies.value(at, word.length) {
+                    Some(value) if is_expected(word, value) => index += 1,
+                    other => return (index, other),
+                }
+            }
+        }
+        (index, None)
+    }
+
+    /// Returns the result of a call that accesses many words. After an error the rest of the stop
+    /// accesses each word on its own, because a call that the host forbids would fail at each word.
+    fn or_one_by_one<T>(&self, result: nix::Result<T>) -> Option<T> {
+        if result.is_err() {
+            self.stopped.store(0, Ordering::SeqCst);
+        }
+        result.ok()
     }
 
     fn regions(&self) -> RwLockReadGuard<'_, Vec<Arc<Region>>> {
@@ -387,30 +438,6 @@ impl Ram for AttachedRam {
         let mut regions = regions.iter();
         regions.any(|region| region.addresses.contains(&address) && region.is_dirty(address))
     }
-}
-
-/// Returns how many words at the start have a value that `is_expected`, and the value of the next
-/// word, if it was read and is another. Stops before a word that is not in the monitor's process.
-fn count_expected(
-    thread: Pid,
-    regions: &[Arc<Region>],
-    words: &[Word<Place>],
-    is_expected: impl Fn(&Word<Place>, u64) -> bool,
-) -> (usize, Option<u64>) {
-    let mut index = 0;
-    while let Some(rest) = words.get(index..)
-        && begins_in_process(regions, rest)
-    {
-        let places = rest.iter().map_while(|word| Some(find(regions, word)?.0));
-        let copies = Copies::read(thread, places);
-        for (at, word) in rest.iter().take(copies.words()).enumerate() {
-            match copies.value(at, word.length) {
-                Some(value) if is_expected(word, value) => index += 1,
-                other => return (index, other),
-            }
-        }
-    }
-    (index, None)
 }
 
 /// Returns whether the first word is in the monitor's process. If it is not, no call is prepared,

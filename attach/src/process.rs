@@ -31,6 +31,8 @@ use crate::rights::Rights;
 
 /// The maximum number of sockets that are read. Firecracker's vsock device alone has up to 1023.
 const MAX_SOCKETS: usize = 4096;
+/// The name of the descriptor of a userfaultfd (`new_userfaultfd()`, `fs/userfaultfd.c`).
+const USERFAULTFD: &str = "anon_inode:[userfaultfd]";
 
 /// A running process. All methods refer to this process, never to a later one with the same number.
 #[derive(Debug)]
@@ -347,6 +349,15 @@ impl Process {
             Some((number, fs::read_link(entry.path()).ok()?))
         };
         Ok(entries.flatten().filter_map(descriptor).collect())
+    }
+
+    /// Returns whether the process has a userfaultfd open.
+    ///
+    /// # Errors
+    /// This user may not inspect the process.
+    pub fn has_userfaultfd(&self) -> Result<bool, AttachError> {
+        let mut descriptors = self.descriptors()?.into_iter();
+        Ok(descriptors.any(|(_, name)| name.as_os_str() == USERFAULTFD))
     }
 
     /// Duplicates a descriptor of the process.

@@ -3,6 +3,8 @@
 
 use std::cell::Cell;
 use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use vm_memory::{FileOffset, MmapRegion};
@@ -297,6 +299,91 @@ fn a_word_that_reads_back_as_another_is_reported_with_all_that_were_written() {
         touched: 4,
     };
     assert_eq!(ram.write_leading(&words), expected);
+}
+
+#[test]
+fn counts_are_written_after_the_instructions_have_been_read_back() {
+    let monitor = Monitor::new();
+    let ram = monitor.open(Access::Process);
+    let _stopped = ram.by_stopped_thread(&monitor.process, &[thread()]);
+    // The second instruction overwrites a part of the first.
+    let places = [(0, 5), (4, 5), (64, 4)];
+    let words = places.map(|(offset, length)| {
+        let piece = ram.piece(BASE + offset, length).expect("RAM");
+        let place = piece.into();
+        let after = offset + 1;
+        Word {
+            place,
+            length,
+            mask: u64::MAX >> (64 - 8 * length),
+            before: 0,
+            after,
+        }
+    });
+    let written = ram.write_leading(&words);
+    assert_eq!((written.written, written.touched), (0, 2));
+    assert_eq!(ram.leading_unchanged(&words[2..]), 1, "no count is written");
+}
+
+/// A process whose memory is registered with a userfaultfd that provides no page. Only the first
+/// page is there. Prints the address of the memory and the number of its second thread.
+const WAITS_FOR_PAGES: &str = "
+import ctypes, fcntl, mmap, struct, sys, threading
+size = int(sys.argv[1])
+fault = ctypes.CDLL(None).syscall(323, 0)
+if fault < 0: sys.exit(1)
+fcntl.ioctl(fault, 0xc018aa3f, bytearray(struct.pack('3Q', 0xaa, 0, 0)))
+memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory[0] = 0
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+fcntl.ioctl(fault, 0xc020aa00, bytearray(struct.pack('4Q', address, size, 1, 0)))
+thread = threading.Thread(target=sys.stdin.read)
+thread.start()
+print(address, thread.native_id, flush=True)
+";
+
+#[test]
+fn no_call_waits_for_the_holder_of_a_userfaultfd() {
+    let mut child = Command::new("python3")
+        .args(["-c", WAITS_FOR_PAGES, &SIZE.to_string()])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("Python");
+    let mut line = String::new();
+    let output = child.stdout.take().expect("piped");
+    BufReader::new(output).read_line(&mut line).expect("text");
+    let mut numbers = line.split_whitespace();
+    let mut next = || numbers.next().and_then(|number| number.parse().ok());
+    let (Some(address), Some(thread)) = (next(), next()) else {
+        eprintln!("skipped: userfaultfd is not allowed");
+        return;
+    };
+    let process = Process::open(child.id()).expect("it runs");
+    let ranges = vec![range(BASE, SIZE, Removal::Never)];
+    let host_address = |_| Ok(address);
+    let ram = AttachedRam::open(&process, ranges, Access::Process, later(), host_address);
+    let ram = ram.expect("opened");
+    let thread = u32::try_from(thread).expect("a number of a thread");
+    let _stopped = ram.by_stopped_thread(&process, &[thread]);
+    let words = [word(&ram, 0, 1), word(&ram, SIZE / 2, 2)];
+    assert_eq!(ram.leading_unchanged(&words), 0);
+    assert_eq!(ram.write_leading(&words), Leading::default());
+    assert!(reads(&ram, ram.piece(BASE, 8).expect("RAM")));
+    assert!(!reads(&ram, ram.piece(BASE + SIZE / 2, 8).expect("RAM")));
+    child.kill().expect("it runs");
+    child.wait().expect("a child");
+}
+
+#[test]
+fn after_a_call_that_fails_each_word_is_accessed_alone() {
+    let monitor = Monitor::new();
+    let ram = monitor.open(Access::Process);
+    let no_thread = i32::MAX.cast_unsigned();
+    let _stopped = ram.by_stopped_thread(&monitor.process, &[no_thread]);
+    assert_eq!(ram.stopped_thread(), Some(Pid::from_raw(i32::MAX)));
+    assert_eq!(ram.write_leading(&[word(&ram, 0, 1)]), Leading::default());
+    assert_eq!(ram.stopped_thread(), None);
 }
 
 #[test]
