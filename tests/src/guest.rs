@@ -2,6 +2,8 @@
 //! Boots guests with the kernels, modules and programs that `cargo xtask` builds.
 
 use std::collections::BTreeSet;
+use std::fs::File;
+use std::path::PathBuf;
 
 use anyhow::{Result, bail, ensure};
 use patchbay_proto::v1::DescribeAgentResponse;
@@ -39,6 +41,32 @@ impl From<&Environment> for GuestBuilder {
             // Most tests cover the MP table; tests of ACPI call `acpi`.
             .no_acpi()
     }
+}
+
+/// Starts a guest that was prepared before. The first test that needs it boots and prepares it, and
+/// saves it in the folder that `PATCHBAY_TEST_SNAPSHOTS` names. Later tests start copies. Without
+/// the variable, each test boots its own.
+async fn once<T>(
+    name: &str,
+    builder: GuestBuilder,
+    prepare: impl AsyncFnOnce(&mut Guest) -> Result<T>,
+) -> Result<Guest> {
+    let Some(folder) = std::env::var_os("PATCHBAY_TEST_SNAPSHOTS").map(PathBuf::from) else {
+        let mut guest = builder.boot().await?;
+        prepare(&mut guest).await?;
+        return Ok(guest);
+    };
+    std::fs::create_dir_all(&folder)?;
+    let lock = File::create(folder.join(format!("{name}.lock")))?;
+    lock.lock()?;
+    let snapshot = folder.join(name);
+    if !snapshot.exists() {
+        let mut guest = builder.clone().boot().await?;
+        prepare(&mut guest).await?;
+        guest.snapshot(&snapshot).await?;
+    }
+    drop(lock);
+    builder.from_snapshot(&snapshot).boot().await
 }
 
 /// Operations on a guest with our kernels, modules and agent.
@@ -88,12 +116,14 @@ impl TestGuest for Guest {
         let Some(environment) = Environment::linux_guest() else {
             return Ok(None);
         };
-        let mut guest = Guest::builder(&environment)
+        let builder = Guest::builder(&environment)
             .vcpus(vcpus)
-            .argument("--allow-guarded")
-            .boot()
-            .await?;
-        guest.shell("insmod /lib/modules/patchbay_test.ko").await?;
+            .argument("--allow-guarded");
+        let name = format!("test-keys-{vcpus}");
+        let guest = once(&name, builder, async |guest| {
+            guest.shell("insmod /lib/modules/patchbay_test.ko").await
+        });
+        let mut guest = guest.await?;
         guest.assert_registered().await?;
         Ok(Some(guest))
     }
@@ -102,7 +132,11 @@ impl TestGuest for Guest {
         let Some(environment) = Environment::linux_guest() else {
             return Ok(None);
         };
-        let mut guest = Guest::builder(&environment).agent().boot().await?;
+        let builder = Guest::builder(&environment).agent();
+        let guest = once("agent", builder, async |guest| {
+            guest.wait_for_agent().await.map(drop)
+        });
+        let mut guest = guest.await?;
         guest.assert_registered().await?;
         guest.wait_for_agent().await?;
         Ok(Some(guest))

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 use crate::test_durations::Durations;
-use crate::test_runner::{LabWorker, Report, Test, Verdict};
+use crate::test_runner::{LabWorker, Report, SharingSnapshots, Test, Verdict};
 use crate::{cargo, clients, deny, guest, test_runner};
 
 #[derive(Default)]
@@ -155,9 +155,14 @@ impl TestRun {
     pub fn run_tests(&mut self, tests: Vec<Planned>, place: Location) {
         let timeout = self.timeout;
         match place {
-            Location::Here { jobs } => self.run_with(HERE, tests, jobs, || {
-                move |test: &Test| test_runner::run_here(test, timeout)
-            }),
+            Location::Here { jobs } => {
+                let sharing = SharingSnapshots::new().ok();
+                let run = |test: &Test| match &sharing {
+                    Some(sharing) => sharing.run(test, timeout),
+                    None => test_runner::run_here(test, timeout),
+                };
+                self.run_with(HERE, tests, jobs, || run);
+            }
             Location::Lab { labs } => self.run_with(IN_LABS, tests, labs, || {
                 let mut lab = LabWorker::new(timeout);
                 move |test: &Test| lab.run(test)

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal};
 use serde_json::{Map, Value, json};
+use tempfile::TempDir;
 
 use crate::step::dying_with_us;
 
@@ -123,7 +124,25 @@ pub fn list(binary: &Path, folder: &Path) -> Result<Vec<String>> {
         .collect())
 }
 
-/// Runs one test in a separate process.
+/// Runs tests that share the snapshots of guests that they take. Most tests need a guest that has
+/// booted and do not test the boot.
+pub struct SharingSnapshots(TempDir);
+
+impl SharingSnapshots {
+    pub fn new() -> io::Result<Self> {
+        tempfile::tempdir().map(Self)
+    }
+
+    /// Runs one test in a separate process.
+    pub fn run(&self, test: &Test, timeout: Duration) -> Report {
+        let mut test = test.clone();
+        let folder = ("PATCHBAY_TEST_SNAPSHOTS".to_owned(), self.0.path().into());
+        test.variables.push(folder);
+        run_here(&test, timeout)
+    }
+}
+
+/// Runs one test in a separate process. It boots its own guests.
 pub fn run_here(test: &Test, timeout: Duration) -> Report {
     let start = Instant::now();
     let report = start_and_watch(test, timeout).unwrap_or_else(|error| {
@@ -268,9 +287,10 @@ pub fn serve(timeout: Duration) -> Result<()> {
             thread::sleep(SIGN_OF_LIFE);
         }
     });
+    let here = SharingSnapshots::new()?;
     for line in io::stdin().lock().lines() {
         let test = decode_test(&line?).context("a test as JSON on standard input")?;
-        say(&encode_report(&run_here(&test, timeout)))?;
+        say(&encode_report(&here.run(&test, timeout)))?;
     }
     Ok(())
 }

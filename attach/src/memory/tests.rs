@@ -356,7 +356,7 @@ fn no_call_waits_for_the_holder_of_a_userfaultfd() {
     let mut numbers = line.split_whitespace();
     let mut next = || numbers.next().and_then(|number| number.parse().ok());
     let (Some(address), Some(thread)) = (next(), next()) else {
-        eprintln!("skipped: userfaultfd is not allowed");
+        eprintln!("SKIPPED: userfaultfd is not allowed");
         return;
     };
     let process = Process::open(child.id()).expect("it runs");

@@ -9,16 +9,12 @@ use anyhow::{Context, Result, bail};
 use patchbay_lab::step::dying_with_us;
 use patchbay_proto::EXEC_WORD;
 use patchbay_proto::agent::v1::ExecStart;
-use patchbay_proto::snapshot::SnapshotFiles;
-use patchbay_proto::v1::SnapshotGuestRequest;
-use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use tempfile::TempDir;
 use tokio::process::{Child, Command};
-use tonic::Request;
 
 use crate::console::Console;
 use crate::keys::{self, Keys};
-use crate::monitor;
+use crate::monitor::{self, cannot_write};
 use crate::overlay;
 use crate::place::patience;
 use crate::session::{End, Session, Sink};
@@ -26,10 +22,6 @@ use crate::session::{End, Session, Sink};
 /// The time limit for the console to deliver the output that the kernel printed before a command
 /// ended.
 const CONSOLE_TIME: Duration = Duration::from_secs(10);
-/// The time limit for saving a guest.
-const SAVE_TIME: Duration = Duration::from_secs(120);
-/// Additional time for the monitor to say that the time has passed.
-const ANSWER_TIME: Duration = Duration::from_secs(10);
 /// The number of console lines shown when a guest does not boot.
 const SHOWN_LINES: usize = 25;
 
@@ -207,25 +199,12 @@ impl Guest {
         Keys::connect(&self.socket()).await
     }
 
-    /// Saves the guest in a folder, which must be empty. The guest runs on.
+    /// Saves the guest in a new folder. The guest runs on.
     ///
     /// # Errors
-    /// The monitor cannot save the guest, or the folder cannot be written.
+    /// The monitor cannot save the guest, or the folder exists or cannot be written.
     pub async fn save(&self, folder: &Path) -> Result<()> {
-        let mut files = SnapshotFiles::create(folder).with_context(|| cannot_write(folder))?;
-        let mut service = GuestServiceClient::new(keys::channel(&self.socket()).await?);
-        let limit = patience(SAVE_TIME);
-        let mut request = Request::new(SnapshotGuestRequest {
-            timeout: Some(limit.try_into()?),
-            ..Default::default()
-        });
-        request.set_timeout(limit + ANSWER_TIME);
-        let parts = service.snapshot_guest(request).await;
-        let mut parts = parts.map_err(keys::sentence)?.into_inner();
-        while let Some(part) = parts.message().await.map_err(keys::sentence)? {
-            files.add(&part).with_context(|| cannot_write(folder))?;
-        }
-        files.finish().with_context(|| cannot_write(folder))
+        monitor::save(keys::channel(&self.socket()).await?, folder).await
     }
 
     fn socket(&self) -> PathBuf {
@@ -239,10 +218,6 @@ impl Guest {
         let _ = tokio::time::timeout(patience(CONSOLE_TIME), self.console.end()).await;
         self.console.take_reports()
     }
-}
-
-fn cannot_write(path: &Path) -> String {
-    format!("cannot write {}", path.display())
 }
 
 /// Starts the monitor with the devices of every guest: a console and vsock, and no disks.

@@ -1,17 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The monitor's command, and the files of a guest's temporary directory.
+//! The monitor's command, the files of a guest's temporary directory, and snapshots.
 
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use patchbay_proto::EXEC_PORT;
+use patchbay_proto::snapshot::SnapshotFiles;
+use patchbay_proto::v1::SnapshotGuestRequest;
+use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use tokio::net::UnixListener;
+use tonic::Request;
+use tonic::transport::Channel;
+
+use crate::keys::sentence;
+use crate::place::patience;
 
 /// The API socket in a guest's directory.
 pub const API_SOCKET: &str = "api.sock";
 /// The file name in a guest's directory that the monitor gets as `--vsock`.
 pub const VSOCK: &str = "vsock";
+
+/// The time limit for saving a guest.
+const SAVE_TIME: Duration = Duration::from_secs(120);
+/// Additional time for the monitor to say that the time has passed.
+const ANSWER_TIME: Duration = Duration::from_secs(10);
 
 /// Returns the command of a monitor with the options that every guest needs. `memory` is in the
 /// monitor's format.
@@ -33,7 +49,7 @@ pub fn command(
 }
 
 /// Returns the command of a monitor that starts a copy of the guest in a snapshot.
-pub(crate) fn copy(program: &Path, folder: &Path, snapshot: &Path) -> Command {
+pub fn copy(program: &Path, folder: &Path, snapshot: &Path) -> Command {
     let mut command = with_socket(program, folder);
     command.arg("--from").arg(snapshot);
     command
@@ -55,4 +71,40 @@ fn with_socket(program: &Path, folder: &Path) -> Command {
 pub fn listen(folder: &Path) -> Result<UnixListener> {
     let socket = folder.join(format!("{VSOCK}_{EXEC_PORT}"));
     UnixListener::bind(&socket).with_context(|| format!("cannot listen on {}", socket.display()))
+}
+
+/// Saves the guest of a monitor in a new folder, which only this user may read because it has all
+/// of the guest's memory. The guest runs on. After an error nothing is left.
+///
+/// # Errors
+/// The monitor cannot save the guest, or the folder exists or cannot be written.
+pub async fn save(monitor: Channel, folder: &Path) -> Result<()> {
+    let created = DirBuilder::new().mode(0o700).create(folder);
+    created.with_context(|| format!("cannot create {}", folder.display()))?;
+    let saved = save_in(monitor, folder).await;
+    if saved.is_err() {
+        let _ = std::fs::remove_dir_all(folder);
+    }
+    saved
+}
+
+async fn save_in(monitor: Channel, folder: &Path) -> Result<()> {
+    let mut files = SnapshotFiles::create(folder).with_context(|| cannot_write(folder))?;
+    let limit = patience(SAVE_TIME);
+    let mut request = Request::new(SnapshotGuestRequest {
+        timeout: Some(limit.try_into()?),
+        ..Default::default()
+    });
+    request.set_timeout(limit + ANSWER_TIME);
+    let mut service = GuestServiceClient::new(monitor);
+    let parts = service.snapshot_guest(request).await;
+    let mut parts = parts.map_err(sentence)?.into_inner();
+    while let Some(part) = parts.message().await.map_err(sentence)? {
+        files.add(&part).with_context(|| cannot_write(folder))?;
+    }
+    files.finish().with_context(|| cannot_write(folder))
+}
+
+pub(crate) fn cannot_write(path: &Path) -> String {
+    format!("cannot write {}", path.display())
 }

@@ -130,11 +130,6 @@ impl Runner {
     /// # Errors
     /// The guest does not boot or cannot be saved, or the folder cannot be written.
     pub async fn save(&mut self, folder: &Path, collect: Collect) -> Result<()> {
-        use std::os::unix::fs::DirBuilderExt;
-        // Only this user may read what is in the guest's memory.
-        let mut builder = std::fs::DirBuilder::new();
-        let created = builder.mode(0o700).create(folder);
-        created.with_context(|| format!("cannot create {}", folder.display()))?;
         let guest = self.guest().await?;
         let start = Instant::now();
         let saved = guest.save(folder).await;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Configures and boots a guest.
+//! Configures and boots a guest, or starts it from a snapshot.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
@@ -60,6 +60,8 @@ pub struct GuestBuilder {
     acpi: bool,
     arguments: Vec<String>,
     agent: bool,
+    /// The folder of the snapshot from which the guest is started.
+    snapshot: Option<PathBuf>,
 }
 
 impl<P: AsRef<Path> + ?Sized> From<&P> for GuestBuilder {
@@ -84,6 +86,7 @@ impl GuestBuilder {
             acpi: true,
             arguments: Vec::new(),
             agent: false,
+            snapshot: None,
         }
     }
 
@@ -203,8 +206,18 @@ impl GuestBuilder {
         self.command_line("patchbay.agent")
     }
 
-    /// Boots the guest and waits for the shell on the console, and for the agent if it runs
-    /// commands.
+    /// Starts the guest as a copy of a guest that [`Guest::snapshot`] has saved, which takes less
+    /// time than a boot. The copy has the kernel, the command line, the memory and the vCPUs of
+    /// that guest, and what the builder says of these is not used. The other configuration must be
+    /// that of the guest that was saved: with or without commands, agent and disks. The disks must
+    /// have their content of that moment.
+    pub fn from_snapshot(mut self, folder: &Path) -> Self {
+        self.snapshot = Some(folder.to_owned());
+        self
+    }
+
+    /// Boots the guest, or starts the copy, and waits for the shell on the console, and for the
+    /// agent if it runs commands.
     ///
     /// # Errors
     /// A program or file is missing, or the guest does not boot; the message contains the guest's
@@ -214,7 +227,7 @@ impl GuestBuilder {
         let mut commands = None;
         if let Root::Made(made) = &self.root {
             let prepared = Commands::prepare(made, folder.path())?;
-            if prepared.acpi_devices {
+            if prepared.acpi_devices && self.snapshot.is_none() {
                 self.arguments.push("--acpi-devices".to_owned());
             }
             commands = Some(prepared);
@@ -249,26 +262,26 @@ impl GuestBuilder {
             guest.commands = Some(commands);
         }
         // Opening the serial port clears its receiver (serial8250_do_startup()), so input that is
-        // typed before the shell has opened the port is lost.
-        guest.wait_for_shell().await?;
+        // typed before the shell has opened the port is lost. The shell of a copy has done so.
+        if self.snapshot.is_none() {
+            guest.wait_for_shell().await?;
+        }
         Ok(guest)
     }
 
     fn start_monitor(&self, folder: &Path, log: &Path) -> Result<Child> {
         let program = programs::monitor(self.monitor.as_deref())?;
         let log_file = std::fs::File::create(log)?;
-        let acpi = if self.acpi { "" } else { " acpi=off" };
-        let command_line = format!("{}{acpi}", self.command_line);
-        let kernel = (&*self.kernel, &*command_line);
-        let mut command = monitor::command(&program, folder, kernel, &self.memory, self.vcpus);
+        let mut command = match &self.snapshot {
+            Some(snapshot) => monitor::copy(&program, folder, snapshot),
+            None => self.boot_command(&program, folder),
+        };
         if self.agent || matches!(self.root, Root::Made(_)) {
             command.arg("--vsock").arg(folder.join(monitor::VSOCK));
         }
-        match &self.root {
-            Root::Disk(image) => command.arg("--disk").arg(image),
-            Root::Initramfs(initramfs) => command.arg("--initrd").arg(initramfs),
-            Root::Made(_) => command.arg("--initrd").arg(folder.join(INITRAMFS)),
-        };
+        if let Root::Disk(image) = &self.root {
+            command.arg("--disk").arg(image);
+        }
         if let Some(symbols) = &self.symbols {
             command.arg("--symbols").arg(symbols);
         }
@@ -279,6 +292,23 @@ impl GuestBuilder {
             .stderr(log_file)
             .spawn()
             .with_context(|| format!("cannot start {}", program.display()))
+    }
+
+    fn boot_command(&self, program: &Path, folder: &Path) -> std::process::Command {
+        let acpi = if self.acpi { "" } else { " acpi=off" };
+        let command_line = format!("{}{acpi}", self.command_line);
+        let kernel = (&*self.kernel, &*command_line);
+        let mut command = monitor::command(program, folder, kernel, &self.memory, self.vcpus);
+        match &self.root {
+            Root::Disk(_) => {}
+            Root::Initramfs(initramfs) => {
+                command.arg("--initrd").arg(initramfs);
+            }
+            Root::Made(_) => {
+                command.arg("--initrd").arg(folder.join(INITRAMFS));
+            }
+        }
+        command
     }
 }
 
@@ -338,6 +368,15 @@ impl Guest {
         let commands =
             commands.context("files are collected only from guests that run commands")?;
         commands.collect(path, into).await
+    }
+
+    /// Saves the guest in a new folder, which only this user may read. [`GuestBuilder::from_snapshot`]
+    /// starts copies of it. The guest runs on. After an error nothing is left.
+    ///
+    /// # Errors
+    /// The monitor cannot save the guest, or the folder exists or cannot be written.
+    pub async fn snapshot(&mut self, folder: &Path) -> Result<()> {
+        monitor::save(self.channel(), folder).await
     }
 
     /// Returns the path of the monitor's API socket.

@@ -359,6 +359,40 @@ async fn the_agent_offers_commands_only_if_the_guest_was_booted_for_them() -> Re
     Ok(())
 }
 
+/// Tests guests of `patchbay-testing` that run commands.
+#[tokio::test]
+async fn a_guest_with_commands_starts_from_a_snapshot() -> Result<()> {
+    let Some((environment, agent)) = Environment::linux_guest().zip(Environment::agent()) else {
+        return Ok(());
+    };
+    let builder = Guest::builder(&environment.kernel)
+        .monitor(&environment.monitor)
+        .agent_program(&agent)
+        .memory("256M");
+    let mut guest = builder.clone().boot().await?;
+    let write = |word| ["sh", "-c", word];
+    guest.run(&write("echo saved >/word")).await?.success()?;
+    let folder = tempfile::tempdir()?;
+    let snapshot = folder.path().join("snapshot");
+    guest.snapshot(&snapshot).await?;
+    guest.run(&write("echo later >/word")).await?.success()?;
+    let again = guest.snapshot(&snapshot).await;
+    let error = again.err().context("the folder exists")?.to_string();
+    ensure!(error.starts_with("cannot create"), "{error}");
+
+    for _ in 0..2 {
+        let mut copy = builder.clone().from_snapshot(&snapshot).boot().await?;
+        ensure!(copy.run(&["cat", "/word"]).await?.success()? == "saved");
+        ensure!(copy.shell("cat /word").await? == "saved");
+        copy.run(&write("echo copy >/word")).await?.success()?;
+    }
+    ensure!(guest.run(&["cat", "/word"]).await?.success()? == "later");
+    let missing = builder.from_snapshot(folder.path()).boot().await;
+    let error = missing.err().context("there is no snapshot")?.to_string();
+    ensure!(error.contains("monitor ended"), "{error}");
+    Ok(())
+}
+
 #[test]
 fn a_killed_run_leaves_no_guest() -> Result<()> {
     let Some(environment) = Environment::linux_guest() else {

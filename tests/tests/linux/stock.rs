@@ -16,6 +16,7 @@ macro_rules! of_other_kernels {
 
 mod agent;
 mod guarded;
+mod hog;
 mod installed;
 mod log;
 mod queries;

@@ -17,7 +17,7 @@ use crate::snapshot::patchbay;
 const BUSY: &str = "rm -f /tmp/busy; taskset 2 sh -c 'echo >/tmp/busy; while :; do :; done' & until [ -e /tmp/busy ]; do sleep 0.1; done; echo busy $!";
 
 /// Describes the guest, with the parts that need a search.
-async fn state(guest: &mut Guest) -> Result<KernelState> {
+pub async fn state(guest: &mut Guest) -> Result<KernelState> {
     let request = DescribeGuestRequest {
         find_kernel_state: true,
         ..Default::default()
