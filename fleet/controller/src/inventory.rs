@@ -36,20 +36,27 @@ impl Reach {
 }
 
 /// Replaces the registered hosts in `hosts` by those of the registry, and returns the revision of
-/// the list. A watch continues from the next revision.
+/// the list. A watch continues from the next revision. Rollouts look only at what differs, because
+/// a fleet whose watch was lost has not changed.
 ///
 /// # Errors
 /// [`StoreError`].
 pub async fn list(store: &dyn Store, hosts: &Hosts, reach: &Reach) -> Result<u64, StoreError> {
     let snapshot = store.range(registry::PREFIX).await?;
     let changes: Vec<Change> = snapshot.entries.into_iter().map(Change::Put).collect();
-    let mut present = BTreeSet::new();
+    let (mut present, mut guests) = (BTreeSet::new(), BTreeSet::new());
     for change in &changes {
-        if let Ok(Some(Registered::Host(name, _))) = registry::read(change) {
-            present.insert(name);
+        match registry::read(change) {
+            Ok(Some(Registered::Host(name, _))) => {
+                present.insert(name);
+            }
+            Ok(Some(Registered::Guest { host, guest, .. })) => {
+                guests.insert((host, guest));
+            }
+            _ => {}
         }
     }
-    hosts.retain_registered(&present);
+    hosts.retain_registered(&present, &guests);
     for change in &changes {
         apply(hosts, reach, change);
     }
@@ -98,13 +105,13 @@ pub fn apply(hosts: &Hosts, reach: &Reach, change: &Change) {
                 );
                 return;
             };
-            let labels = record.labels;
+            let (labels, lease) = (record.labels, record.lease);
             let config = HostConfig {
                 name,
                 endpoint,
                 labels,
             };
-            if let Err(error) = hosts.register(config) {
+            if let Err(error) = hosts.register(config, lease) {
                 tracing::error!("a registered host is left out: {error}");
             }
         }

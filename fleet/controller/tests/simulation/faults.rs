@@ -80,9 +80,11 @@ pub enum WorldFault {
     Copy,
     /// A module of the guest is unloaded, or unloaded and loaded again.
     Module,
+    /// The leader's watch of the registry is lost for some time.
+    LoseWatch,
 }
 
-pub const WORLD_FAULTS: [WorldFault; 13] = [
+pub const WORLD_FAULTS: [WorldFault; 14] = [
     WorldFault::Reboot,
     WorldFault::KillService,
     WorldFault::Change,
@@ -96,6 +98,7 @@ pub const WORLD_FAULTS: [WorldFault; 13] = [
     WorldFault::EndDaemon,
     WorldFault::Copy,
     WorldFault::Module,
+    WorldFault::LoseWatch,
 ];
 
 /// The longest jump of a clock, in milliseconds: three hours, so that a wait which the clock made
@@ -167,6 +170,7 @@ impl World {
             }
             WorldFault::Rights => self.change_rights(),
             WorldFault::EndDaemon => self.end_daemon(),
+            WorldFault::LoseWatch => self.lose_watch(),
             WorldFault::Module => {
                 let loads_again = self.rng.bool();
                 let guest = &mut self.guests[index];

@@ -14,6 +14,7 @@ use super::driver::{Driver, Input};
 use super::faults::HOSTS;
 use super::liar::PRETENDER;
 use super::network::Network;
+use super::terms::Term;
 use super::world::{Event, World};
 
 /// The machine of all hosts and controllers.
@@ -27,15 +28,17 @@ fn reach() -> Reach {
 }
 
 /// The records that the hosts have written, by their keys.
+pub type Records = BTreeMap<String, Record>;
+
 #[derive(Default)]
 pub struct Registered {
-    records: BTreeMap<String, Record>,
+    records: Records,
     /// The hosts whose `patchbayd` has ended.
     pub gone: BTreeSet<&'static str>,
 }
 
 #[derive(Clone, PartialEq, Eq)]
-enum Record {
+pub enum Record {
     Host(HostRecord),
     Guest(GuestRecord),
 }
@@ -77,9 +80,21 @@ impl Told {
     }
 }
 
+/// Returns the guests of which a host has another boot than before, or no boot any more.
+fn changed_guests(before: &Records, now: &Records) -> BTreeSet<String> {
+    let keys = before.keys().chain(now.keys());
+    let boot = |records: &Records, key: &str| {
+        let record = records.get(key).and_then(Record::boot);
+        record.map(str::to_owned)
+    };
+    let changed = keys.filter(|key| boot(before, key) != boot(now, key));
+    let guests = changed.filter_map(|key| Some(key.split_once("/guests/")?.1.to_owned()));
+    guests.collect()
+}
+
 impl World {
     /// Returns the records that the hosts would write now.
-    fn present(&self) -> BTreeMap<String, Record> {
+    fn present(&self) -> Records {
         let hosts = HOSTS.into_iter();
         let hosts = hosts.filter(|host| !self.registered.gone.contains(host));
         let pretender = self.has_pretender.then_some(PRETENDER);
@@ -127,16 +142,10 @@ impl World {
         let before = std::mem::replace(&mut self.registered.records, present.clone());
         let keys: BTreeSet<&String> = before.keys().chain(present.keys()).collect();
         let (mut transaction, mut changes) = (Transaction::new(), Vec::new());
-        let mut guests = BTreeSet::new();
         for key in keys {
             let (old, new) = (before.get(key), present.get(key));
             if old == new {
                 continue;
-            }
-            if old.and_then(Record::boot) != new.and_then(Record::boot)
-                && let Some((_, guest)) = key.split_once("/guests/")
-            {
-                guests.insert(guest.to_owned());
             }
             let key = key.clone();
             transaction = match new {
@@ -164,13 +173,45 @@ impl World {
         written.expect("the store is reached");
         {
             let _connections = self.runtime.enter();
-            for term in self.terms.values() {
+            let watching = |term: &&Term| term.lost_watch_at.is_none();
+            for term in self.terms.values().filter(watching) {
                 let hosts = &term.network.hosts;
                 let each = |change| inventory::apply(hosts, &reach(), change);
                 changes.iter().for_each(each);
             }
         }
-        self.tell(&guests);
+        let terms = self.terms.iter();
+        let watching = terms.filter(|(_, term)| term.lost_watch_at.is_none());
+        let watching = watching.map(|(id, _)| *id).collect();
+        self.tell(&watching, &changed_guests(&before, &present));
+    }
+
+    /// Lets the leader lose its watch of the registry, for example because the store has compacted
+    /// the changes that it had not read.
+    pub fn lose_watch(&mut self) {
+        let Some(leader) = self.leader else { return };
+        let records = self.registered.records.clone();
+        let term = self.terms.get_mut(&leader).expect("it leads");
+        if term.lost_watch_at.is_some() {
+            return;
+        }
+        term.lost_watch_at = Some(records);
+        self.count("watch of the registry lost");
+        self.trace(|| format!("term {leader} has lost its watch of the registry"));
+        let wait = self.long_delay();
+        self.schedule(wait, Event::List(leader));
+    }
+
+    /// Lets a term that has lost its watch list the registry again, as `inventory::follow` does.
+    pub fn list_again(&mut self, term: u32) {
+        let lost = self.terms.get_mut(&term);
+        let Some(before) = lost.and_then(|term| term.lost_watch_at.take()) else {
+            return;
+        };
+        self.trace(|| format!("term {term} lists the registry again"));
+        self.list_registry(&self.terms[&term].network);
+        let guests = changed_guests(&before, &self.registered.records);
+        self.tell(&BTreeSet::from([term]), &guests);
     }
 
     /// Lets a term list the registry.
@@ -180,12 +221,13 @@ impl World {
         self.runtime.block_on(listed).expect("the store is reached");
     }
 
-    /// Tells the drivers that these guests have changed, as `Running::run` does: at most once in
-    /// some seconds.
-    fn tell(&mut self, guests: &BTreeSet<String>) {
+    /// Tells the drivers of these terms that these guests have changed, as `Running::run` does: at
+    /// most once in some seconds.
+    fn tell(&mut self, terms: &BTreeSet<u32>, guests: &BTreeSet<String>) {
         let interval = Millis::try_from(LOOK_INTERVAL.as_millis()).expect("short");
         let mut looks = Vec::new();
-        for (id, driver) in &mut self.drivers {
+        let drivers = self.drivers.iter_mut();
+        for (id, driver) in drivers.filter(|(_, driver)| terms.contains(&driver.term)) {
             driver.told.guests.extend(guests.iter().cloned());
             let has_news = !guests.is_empty() || driver.following.has_changed();
             if has_news && !std::mem::replace(&mut driver.told.is_due, true) {

@@ -7,6 +7,7 @@ use patchbay_fleet::store::{Fence, commit_all};
 
 use super::driver::{Driver, Stage};
 use super::network::Network;
+use super::registry::Records;
 use super::world::{Event, World};
 
 /// The time in which one replica leads. Its drivers are killed and stopped together.
@@ -18,6 +19,8 @@ pub struct Term {
     pub keys: RecordKeys,
     /// Its end of the network, with the hosts that it has found in the registry.
     pub network: Network,
+    /// The registry when the term's watch of it was lost; `None` while the watch works.
+    pub lost_watch_at: Option<Records>,
     /// Its keys verify no record, so it runs no rollout.
     is_blind: bool,
     /// The time until which it does nothing.
@@ -126,6 +129,7 @@ impl World {
             term,
             Term {
                 network,
+                lost_watch_at: None,
                 fence: fence.clone(),
                 clock,
                 keys,

@@ -64,6 +64,8 @@ pub enum Event {
     Notify(u32),
     /// A replica that runs no rollout gives up.
     Resign(u32),
+    /// A term whose watch of the registry was lost lists the registry again.
+    List(u32),
 }
 
 pub struct World {
@@ -221,6 +223,7 @@ impl World {
             Event::FreeDisk(index) => self.free_disk(index),
             Event::Notify(term) => self.notify(term),
             Event::Resign(term) => self.resign(term),
+            Event::List(term) => self.list_again(term),
         }
     }
 
@@ -272,7 +275,7 @@ impl World {
         self.rng.u64(1..50)
     }
 
-    fn long_delay(&mut self) -> Millis {
+    pub fn long_delay(&mut self) -> Millis {
         let most = [2_000, 60_000, 1_200_000][self.rng.usize(0..3)];
         self.rng.u64(1_000..most)
     }
@@ -407,6 +410,10 @@ impl World {
                 self.arrive(index, host);
             }
             self.serve(index);
+        }
+        let terms: Vec<u32> = self.terms.keys().copied().collect();
+        for term in terms {
+            self.list_again(term);
         }
         for term in self.terms.values_mut() {
             term.stopped_until = term.stopped_until.min(self.now);
