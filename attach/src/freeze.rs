@@ -28,10 +28,12 @@ use nix::unistd::Pid;
 const SPIN: Duration = Duration::from_micros(300);
 /// Interval of later polls.
 const BETWEEN_LOOKS: Duration = Duration::from_micros(50);
-/// The longest stop. A stop that lasts longer hangs in an access to the monitor's memory, for
-/// example in a page that a file system in user space must provide. Only the end of this process
-/// ends such an access.
+/// The time after which a stop kills this process. Such a stop usually hangs in an access to the
+/// monitor's memory, which waits for a page, for example from a file system in user space. If the
+/// wait cannot be interrupted, the vCPUs run again all the same, because the tracer's thread ends.
 const LONGEST: Duration = Duration::from_secs(60);
+/// The time for a last message.
+const LOGGING: Duration = Duration::from_secs(1);
 
 /// The `ioctl` that runs a vCPU (`include/uapi/linux/kvm.h`).
 const KVM_RUN: u64 = 0xae80;
@@ -78,7 +80,7 @@ pub enum FreezeError {
 #[derive(Debug)]
 pub struct Frozen {
     release: Option<Sender<()>>,
-    /// Receives a message after the threads' release: whether each was released.
+    /// Receives whether every thread was detached.
     released: Receiver<bool>,
     tracer: Option<JoinHandle<()>>,
     stop_time: Duration,
@@ -107,7 +109,7 @@ impl Drop for Frozen {
 }
 
 /// Stops all of these threads before the deadline, or none. A stop that lasts longer than a minute
-/// kills this process, so that the threads run again and the watchdog rolls back.
+/// kills this process, which releases the threads. If it is the attacher, its watchdog rolls back.
 ///
 /// # Errors
 /// [`FreezeError`]; all threads keep running.
@@ -130,8 +132,7 @@ fn freeze_for(
         .spawn(move || {
             let wait = || {
                 if end.recv_timeout(longest) == Err(RecvTimeoutError::Timeout) {
-                    tracing::error!(?longest, "the guest was stopped for too long; this process ends, and its watchdog rolls back");
-                    let _ = raise(Signal::SIGKILL);
+                    end_this_process(longest);
                 }
             };
             let released = trace(&threads, point, deadline, &answer, wait);
@@ -153,6 +154,21 @@ fn freeze_for(
             Err(error)
         }
     }
+}
+
+/// Kills this process because of a stop that has lasted this long.
+fn end_this_process(longest: Duration) {
+    let (done, logged) = channel();
+    // Nobody may read the log, so another thread writes it.
+    std::thread::spawn(move || {
+        tracing::error!(
+            ?longest,
+            "the guest was stopped for too long, so this process kills itself; the watchdog of an attacher rolls back"
+        );
+        let _ = done.send(());
+    });
+    let _ = logged.recv_timeout(LOGGING);
+    let _ = raise(Signal::SIGKILL);
 }
 
 /// A thread that is being stopped.
@@ -328,7 +344,11 @@ mod tests {
 
         fn prints(&mut self) {
             // This is more than a pipe and the reader's buffer hold.
-            for _ in 0..100_000 {
+            self.prints_some(100_000);
+        }
+
+        fn prints_some(&mut self, lines: usize) {
+            for _ in 0..lines {
                 let mut line = String::new();
                 assert_ne!(self.1.read_line(&mut line).expect("text"), 0);
             }
@@ -388,28 +408,36 @@ mod tests {
         busy.prints();
     }
 
-    /// The variable that makes the test's program stop the thread with this number.
+    /// The variable that makes the test's program stop a process that prints.
     const STOPS: &str = "PATCHBAY_TEST_STOPS";
 
     #[test]
-    fn a_stop_that_does_not_end_ends_this_process() {
-        let test = "a_stop_that_does_not_end_ends_this_process";
-        if let Ok(thread) = std::env::var(STOPS) {
-            let threads = [thread.parse().expect("a number")];
+    fn an_endless_stop_kills_the_process() {
+        let test = "an_endless_stop_kills_the_process";
+        if std::env::var_os(STOPS).is_some() {
+            let printing = Command::new("yes").spawn().expect("coreutils");
             let longest = Duration::from_millis(1);
-            let frozen = freeze_for(&threads, Point::Any, in_time(), longest).expect("stopped");
+            let frozen = freeze_for(&[printing.id()], Point::Any, in_time(), longest);
+            let _frozen = frozen.expect("stopped");
             loop {
                 std::thread::park();
-                let _ = &frozen;
             }
         }
-        let mut busy = Busy::new();
-        let status = Command::new(std::env::current_exe().expect("a program"))
-            .args([test, "--test-threads=1"])
-            .env(STOPS, busy.0.id().to_string())
-            .stdout(Stdio::null())
-            .status()
+        let mut child = Command::new(std::env::current_exe().expect("a program"))
+            .args([test, "--test-threads=1", "--nocapture"])
+            .env(STOPS, "")
+            .stdout(Stdio::piped())
+            .spawn()
             .expect("this program");
+        let output = BufReader::new(child.stdout.take().expect("piped"));
+        let mut busy = Busy(Running(child), output);
+        let status = loop {
+            // Somebody has to read, or `yes` waits and shows nothing.
+            busy.prints_some(1000);
+            if let Some(status) = busy.0.0.try_wait().expect("a child") {
+                break status;
+            }
+        };
         assert_eq!(status.signal(), Some(Signal::SIGKILL as i32), "{status}");
         busy.prints();
     }

@@ -203,7 +203,7 @@ impl Host {
         let State {
             kernel, held, vm, ..
         } = &mut *state;
-        // Another VM may have the address by which this one was known.
+        // The kernel may reuse this VM's address now.
         if held.is_none() {
             return Err(WalkError::NoDescriptor { pid, descriptor });
         }

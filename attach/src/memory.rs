@@ -298,8 +298,8 @@ impl AttachedRam {
         leading
     }
 
-    /// Returns how many words at the start have a value that `is_expected`, and the value of the
-    /// next word, if it was read and is another. Stops before a word that is not in the monitor's
+    /// Returns the number of words at the start whose values are expected, and the value of the
+    /// next word if it was read and is another. Stops before a word that is not in the monitor's
     /// process.
     fn count_expected(
         &self,

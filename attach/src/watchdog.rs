@@ -12,7 +12,8 @@
 //! pipe or, during a stop, in a file ([`tail`]), so the watchdog knows of each stop that QEMU may
 //! have received. The watchdog has its own
 //! process group and ignores the signals that end a terminal's or a service's processes. Only
-//! SIGKILL of both processes leaves a guest stopped or a change partial. The watchdog continues a
+//! SIGKILL of both processes leaves a guest stopped or a change partial, or a rollback that hangs
+//! for a minute in an access to the guest's memory ([`crate::freeze`]). The watchdog continues a
 //! guest only if it is stopped here and the attacher stopped it ([`crate::resume`]).
 //!
 //! A watchdog that knows the attacher's ledger leaves a

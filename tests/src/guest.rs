@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::fs::File;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::PathBuf;
 
 use anyhow::{Result, bail, ensure};
@@ -43,11 +44,12 @@ impl From<&Environment> for GuestBuilder {
     }
 }
 
-/// Starts a guest that was prepared before. The first test that needs it boots and prepares it, and
-/// saves it in the folder that `PATCHBAY_TEST_SNAPSHOTS` names. Later tests start copies. Without
-/// the variable, each test boots its own.
+/// Returns a copy of a guest that is booted and prepared once: by the first test that needs it,
+/// which saves it in the folder that `PATCHBAY_TEST_SNAPSHOTS` names. Without the variable, boots
+/// and prepares a guest. Guests of the same `name` are prepared in the same way.
 async fn once<T>(
     name: &str,
+    environment: &Environment,
     builder: GuestBuilder,
     prepare: impl AsyncFnOnce(&mut Guest) -> Result<T>,
 ) -> Result<Guest> {
@@ -56,14 +58,23 @@ async fn once<T>(
         prepare(&mut guest).await?;
         return Ok(guest);
     };
+    // Tests run with several kernels.
+    let mut hasher = DefaultHasher::new();
+    (&environment.kernel, &environment.initramfs).hash(&mut hasher);
+    let snapshot = folder.join(format!("{name}-{:x}", hasher.finish()));
     std::fs::create_dir_all(&folder)?;
-    let lock = File::create(folder.join(format!("{name}.lock")))?;
+    let lock = File::create(snapshot.with_extension("lock"))?;
     lock.lock()?;
-    let snapshot = folder.join(name);
     if !snapshot.exists() {
         let mut guest = builder.clone().boot().await?;
         prepare(&mut guest).await?;
-        guest.snapshot(&snapshot).await?;
+        // A test may be killed while it saves the guest.
+        let part = snapshot.with_extension("part");
+        if part.exists() {
+            std::fs::remove_dir_all(&part)?;
+        }
+        guest.snapshot(&part).await?;
+        std::fs::rename(&part, &snapshot)?;
     }
     drop(lock);
     builder.from_snapshot(&snapshot).boot().await
@@ -120,7 +131,7 @@ impl TestGuest for Guest {
             .vcpus(vcpus)
             .argument("--allow-guarded");
         let name = format!("test-keys-{vcpus}");
-        let guest = once(&name, builder, async |guest| {
+        let guest = once(&name, &environment, builder, async |guest| {
             guest.shell("insmod /lib/modules/patchbay_test.ko").await
         });
         let mut guest = guest.await?;
@@ -133,7 +144,7 @@ impl TestGuest for Guest {
             return Ok(None);
         };
         let builder = Guest::builder(&environment).agent();
-        let guest = once("agent", builder, async |guest| {
+        let guest = once("agent", &environment, builder, async |guest| {
             guest.wait_for_agent().await.map(drop)
         });
         let mut guest = guest.await?;

@@ -104,7 +104,7 @@ const MODULES: &[&str] = &["xfs", "virtio_net", "virtio_blk", "binfmt_misc"];
 const TREE: &[&str] = &["virtio_mmio", "vmw_vsock_virtio_transport"];
 
 /// Directories whose C files become programs in the guest.
-const PROGRAMS: &[&str] = &["tests/guest"];
+const PROGRAMS: &[&str] = &["examples/sick-guest", "tests/guest"];
 
 const KIND: &str = "stock";
 

@@ -325,8 +325,8 @@ fn counts_are_written_after_the_instructions_have_been_read_back() {
     assert_eq!(ram.leading_unchanged(&words[2..]), 1, "no count is written");
 }
 
-/// A process whose memory is registered with a userfaultfd that provides no page. Only the first
-/// page is there. Prints the address of the memory and the number of its second thread.
+/// A process whose memory is registered with a userfaultfd that nobody serves. Only the first page
+/// is there. Prints the address of the memory and the number of its second thread.
 const WAITS_FOR_PAGES: &str = "
 import ctypes, fcntl, mmap, struct, sys, threading
 size = int(sys.argv[1])

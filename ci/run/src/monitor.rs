@@ -74,7 +74,7 @@ pub fn listen(folder: &Path) -> Result<UnixListener> {
 }
 
 /// Saves the guest of a monitor in a new folder, which only this user may read because it has all
-/// of the guest's memory. The guest runs on. After an error nothing is left.
+/// of the guest's memory. The guest runs on. If saving fails, the folder is removed.
 ///
 /// # Errors
 /// The monitor cannot save the guest, or the folder exists or cannot be written.

@@ -26,6 +26,9 @@ use crate::console::{SHELL_READS, Shell, patience};
 /// The time limit for the boot of a distribution from a disk.
 const DISTRIBUTION_LIMIT: Duration = Duration::from_secs(480);
 
+/// The time limit for the end of a monitor that has closed its API.
+const ENDING: Duration = Duration::from_secs(10);
+
 const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 reboot=k";
 
 /// The root file system of a guest.
@@ -206,18 +209,17 @@ impl GuestBuilder {
         self.command_line("patchbay.agent")
     }
 
-    /// Starts the guest as a copy of a guest that [`Guest::snapshot`] has saved, which takes less
-    /// time than a boot. The copy has the kernel, the command line, the memory and the vCPUs of
-    /// that guest, and what the builder says of these is not used. The other configuration must be
-    /// that of the guest that was saved: with or without commands, agent and disks. The disks must
-    /// have their content of that moment.
+    /// Starts a copy of a guest that [`Guest::snapshot`] has saved, which takes less time than a
+    /// boot. The copy has that guest's kernel, command line, memory and vCPUs, and the builder's
+    /// values for these are ignored. Commands, agent and disks must match the saved guest, and the
+    /// disks must have the content that they had when it was saved.
     pub fn from_snapshot(mut self, folder: &Path) -> Self {
         self.snapshot = Some(folder.to_owned());
         self
     }
 
-    /// Boots the guest, or starts the copy, and waits for the shell on the console, and for the
-    /// agent if it runs commands.
+    /// Boots the guest and waits for the shell on its console, or starts a copy. Waits for the
+    /// agent if the guest runs commands.
     ///
     /// # Errors
     /// A program or file is missing, or the guest does not boot; the message contains the guest's
@@ -247,7 +249,18 @@ impl GuestBuilder {
             commands: None,
         };
         let channel = guest.connect().await?;
-        let shell = Shell::attach(channel.clone()).await?;
+        let shell = match Shell::attach(channel.clone()).await {
+            Ok(shell) => shell,
+            // The socket exists before the monitor has read the kernel or the snapshot.
+            Err(error) => match tokio::time::timeout(ENDING, guest.process.wait()).await {
+                Ok(status) => bail!(
+                    "the monitor ended with {}:\n{}",
+                    status?,
+                    guest.monitor_log()
+                ),
+                Err(_) => return Err(error),
+            },
+        };
         guest.connection = Some(Connection { channel, shell });
         if let Some(mut commands) = commands {
             let connected = commands.connect(guest.console());
@@ -370,8 +383,9 @@ impl Guest {
         commands.collect(path, into).await
     }
 
-    /// Saves the guest in a new folder, which only this user may read. [`GuestBuilder::from_snapshot`]
-    /// starts copies of it. The guest runs on. After an error nothing is left.
+    /// Saves the guest in a new folder, which only this user may read.
+    /// [`GuestBuilder::from_snapshot`] starts copies of it. The guest runs on. If saving fails, the
+    /// folder is removed.
     ///
     /// # Errors
     /// The monitor cannot save the guest, or the folder exists or cannot be written.

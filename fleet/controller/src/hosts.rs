@@ -163,7 +163,7 @@ fn keys_of(channel: Channel) -> StaticKeysServiceClient<Channel> {
 }
 
 impl Host {
-    /// Creates a host of the configuration, or of the registry with its lease.
+    /// Creates a host. `lease` is `None` for a host of the configuration.
     fn new(config: HostConfig, lease: Option<i64>) -> Self {
         Self {
             link: RwLock::new(Link::new(&config)),

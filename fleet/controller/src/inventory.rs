@@ -36,8 +36,8 @@ impl Reach {
 }
 
 /// Replaces the registered hosts in `hosts` by those of the registry, and returns the revision of
-/// the list. A watch continues from the next revision. Rollouts look only at what differs, because
-/// a fleet whose watch was lost has not changed.
+/// the list. A watch continues from the next revision. Rollouts are told only of what differs,
+/// because the loss of a watch changes no host.
 ///
 /// # Errors
 /// [`StoreError`].

@@ -122,8 +122,8 @@ impl Hosts {
         }
     }
 
-    /// Removes all hosts of the registry except these, and the records of all guests except these
-    /// guests, each with its host.
+    /// Removes the hosts of the registry that are not among `hosts`, and the records of guests that
+    /// are not among `guests`, which are pairs of host and guest.
     pub fn retain_registered(&self, hosts: &BTreeSet<String>, guests: &BTreeSet<(String, String)>) {
         let mut by_name = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
         by_name.retain(|name, host| !host.registered || hosts.contains(name));

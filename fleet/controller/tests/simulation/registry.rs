@@ -80,7 +80,7 @@ impl Told {
     }
 }
 
-/// Returns the guests of which a host has another boot than before, or no boot any more.
+/// Returns the guests whose boots differ between these records of the registry.
 fn changed_guests(before: &Records, now: &Records) -> BTreeSet<String> {
     let keys = before.keys().chain(now.keys());
     let boot = |records: &Records, key: &str| {
