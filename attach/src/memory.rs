@@ -291,7 +291,7 @@ impl AttachedRam {
             let (same, differs) = self.count_expected(thread, &regions, &rest[..words], is_written);
             leading.written += same;
             leading.differs = differs;
-            if same < touched {
+            if touched == 0 || same < touched {
                 break;
             }
         }
