@@ -100,7 +100,9 @@ pub struct Registration {
     name: String,
     lease: LeaseId,
     fence: Fence,
-    guests: BTreeMap<String, GuestRecord>,
+    /// The guests that the registry may have; `None` if it may have another record, because a
+    /// write had no answer.
+    guests: BTreeMap<String, Option<GuestRecord>>,
 }
 
 fn host_key(host: &str) -> String {
@@ -196,23 +198,31 @@ impl Registration {
         &mut self,
         guests: BTreeMap<String, GuestRecord>,
     ) -> Result<usize, StoreError> {
+        let guests: BTreeMap<_, _> = guests
+            .into_iter()
+            .map(|(guest, record)| (guest, Some(record)))
+            .collect();
+        let all: BTreeSet<&String> = self.guests.keys().chain(guests.keys()).collect();
+        let differs = |guest: &&String| match (self.guests.get(*guest), guests.get(*guest)) {
+            (Some(None), _) => true,
+            (before, after) => before != after,
+        };
+        let changed: Vec<String> = all.into_iter().filter(differs).cloned().collect();
         let mut writes = Vec::new();
-        for (guest, record) in &guests {
-            if self.guests.get(guest) != Some(record) {
-                writes.push(Write::Put {
-                    key: guest_key(&self.name, guest),
+        for guest in &changed {
+            let key = guest_key(&self.name, guest);
+            writes.push(match guests.get(guest) {
+                Some(record) => Write::Put {
+                    key,
                     value: encode(record)?,
                     lease: Some(self.lease),
-                });
-            }
+                },
+                None => Write::Delete { key },
+            });
         }
-        let before: BTreeSet<&String> = self.guests.keys().collect();
-        let gone = before
-            .into_iter()
-            .filter(|guest| !guests.contains_key(*guest));
-        writes.extend(gone.map(|guest| Write::Delete {
-            key: guest_key(&self.name, guest),
-        }));
+        // A store that does not answer may have made any of the writes.
+        let unknown = changed.into_iter().map(|guest| (guest, None));
+        self.guests.extend(unknown);
         commit_all(self.store.as_ref(), &self.fence, &writes).await?;
         self.guests = guests;
         Ok(writes.len())
@@ -259,8 +269,10 @@ pub fn read(change: &Change) -> Result<Option<Registered>, StoreError> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
-    use crate::EmbeddedStore;
+    use crate::{EmbeddedStore, Entry, Revision, Snapshot, Watch};
 
     const TTL: Duration = Duration::from_secs(60);
 
@@ -305,6 +317,76 @@ mod tests {
             .into_iter()
             .map(|entry| entry.key)
             .collect()
+    }
+
+    /// A store whose first commits are made, and reported as not answered.
+    struct Silent {
+        store: Arc<dyn Store>,
+        commits: AtomicUsize,
+    }
+
+    #[async_trait::async_trait]
+    impl Store for Silent {
+        async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError> {
+            self.store.get(key).await
+        }
+        async fn range(&self, prefix: &str) -> Result<Snapshot, StoreError> {
+            self.store.range(prefix).await
+        }
+        async fn next_key(&self, prefix: &str, from: &str) -> Result<Option<String>, StoreError> {
+            self.store.next_key(prefix, from).await
+        }
+        async fn commit(&self, transaction: Transaction) -> Result<Revision, StoreError> {
+            let revision = self.store.commit(transaction).await?;
+            match self.commits.fetch_sub(1, Ordering::SeqCst) {
+                1 => Err(StoreError::Unavailable("no answer".to_owned())),
+                _ => Ok(revision),
+            }
+        }
+        async fn watch(&self, prefix: &str, from: Revision) -> Result<Box<dyn Watch>, StoreError> {
+            self.store.watch(prefix, from).await
+        }
+        async fn compact(&self, revision: Revision) -> Result<(), StoreError> {
+            self.store.compact(revision).await
+        }
+        async fn grant(&self, ttl: Duration) -> Result<LeaseId, StoreError> {
+            self.store.grant(ttl).await
+        }
+        async fn renew(&self, lease: LeaseId) -> Result<(), StoreError> {
+            self.store.renew(lease).await
+        }
+        async fn revoke(&self, lease: LeaseId) -> Result<(), StoreError> {
+            self.store.revoke(lease).await
+        }
+    }
+
+    #[tokio::test]
+    async fn what_a_store_wrote_without_an_answer_is_not_forgotten() {
+        let (_folder, store) = store();
+        // The first commit creates the host.
+        let silent = Arc::new(Silent {
+            store: Arc::clone(&store),
+            commits: AtomicUsize::new(2),
+        });
+        let mut host = Registration::new(silent.clone(), "h", record("a"), TTL, true)
+            .await
+            .expect("registered");
+        let unanswered = host.update(guests(&[("x", 1), ("y", 1)])).await;
+        unanswered.expect_err("no answer");
+        // The guest x has left the host meanwhile.
+        assert_eq!(host.update(guests(&[("y", 1)])).await, Ok(2));
+        assert_eq!(
+            keys(&*store).await,
+            ["registry/h/guests/y", "registry/h/host"]
+        );
+        silent.commits.store(1, Ordering::SeqCst);
+        host.update(guests(&[])).await.expect_err("no answer");
+        assert_eq!(host.update(guests(&[("y", 1)])).await, Ok(1));
+        assert_eq!(
+            keys(&*store).await,
+            ["registry/h/guests/y", "registry/h/host"]
+        );
+        assert_eq!(host.update(guests(&[("y", 1)])).await, Ok(0));
     }
 
     #[tokio::test]
