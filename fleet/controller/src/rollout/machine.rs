@@ -138,11 +138,16 @@ impl Rollout {
         }
     }
 
-    /// Supersedes members whose guest has a later one, which their driver may not have stored.
+    /// Supersedes members whose guest has a later one, which their driver may not have stored. A
+    /// guest that the plan skipped replaces none: it may be the place to which a planned guest was
+    /// moving.
     fn supersede_earlier(&mut self) {
         let mut later = BTreeSet::new();
         for index in (0..self.members.len()).rev() {
             let member = &self.members[index];
+            if matches!(member.state, State::Skipped { .. }) {
+                continue;
+            }
             let is_first = later.insert((member.host.clone(), member.guest.clone()));
             if !is_first && member.state != State::Superseded {
                 self.set(index, State::Superseded);
@@ -297,7 +302,9 @@ impl Rollout {
         let is_pending = |index: &usize| self.members[*index].state == State::Pending;
         let is_late = |index: &usize| self.members[*index].state.is_retried();
         let pending: Vec<usize> = self.reached().filter(is_pending).collect();
-        let late: Vec<usize> = self.reached().filter(is_late).collect();
+        let mut late: Vec<usize> = self.reached().filter(is_late).collect();
+        // Guests whose calls time out must not keep those behind them from their turn.
+        late.sort_by_key(|index| self.run.retries.get(index).map_or(0, |(_, at)| *at));
         // Guests that do not answer must not keep those that wait for their first call.
         let most_late = if pending.is_empty() {
             most

@@ -282,6 +282,8 @@ impl Rollout {
             total,
         }) = found
         else {
+            // A guest that does not answer does not delay the gates.
+            self.run.suspects.remove(&index);
             match was_ineffective {
                 true => _ = self.put_off(index, now),
                 false => self.lose_sight(index, now),

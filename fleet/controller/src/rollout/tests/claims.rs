@@ -468,3 +468,47 @@ fn claims_that_end_by_themselves_do_so_as_late_after_a_jump_of_the_clock() {
         assert_eq!(rollout.members()[0].expires, Some(expires));
     }
 }
+
+#[test]
+fn guests_whose_calls_time_out_take_turns() {
+    let caps = Caps {
+        count: Some(1),
+        ..Caps::default()
+    };
+    let policy = Policy {
+        caps,
+        ..Policy::default()
+    };
+    let mut rollout = started(&[3], policy);
+    let mut call = |index, from, until| {
+        assert_eq!(claims(&rollout.step(from)), [index], "at {from}");
+        claimed(&mut rollout, index, failed(Failure::Busy), until);
+    };
+    for index in 0..3 {
+        call(index, 0, 0);
+    }
+    call(0, 10_000, 45_000);
+    call(1, 45_000, 80_000);
+    // The first guest is due again, and the third one has waited longer.
+    call(2, 80_000, 115_000);
+}
+
+#[test]
+fn a_guest_that_was_skipped_does_not_replace_one_that_has_moved_to_its_host() {
+    let mut rollout = started(&[1], Policy::default());
+    claim_all(&mut rollout, 0);
+    let (header, mut members) = (rollout.header().clone(), rollout.members().to_vec());
+    let why = "its monitor does not answer".to_owned();
+    members.push(Member {
+        state: State::Skipped { why },
+        ..members[0].clone()
+    });
+    let header = Header {
+        members: members.len(),
+        ..header
+    };
+    let mut next = Rollout::stored(header, members, BTreeSet::new()).expect("as stored");
+    assert!(next.members()[0].state.has_claims());
+    next.undo("alice", 0);
+    assert_eq!(releases(&next.step(0)), [0]);
+}

@@ -70,6 +70,36 @@ fn a_guest_on_which_claims_have_no_effect_is_asked_until_they_have() {
     assert_eq!(releases(&next.step(now)), [0, 1]);
 }
 
+#[test]
+fn a_guest_that_does_not_answer_again_does_not_delay_the_gates() {
+    let kind = WaveGateKind::Errors {
+        max_percent: 100,
+        of: ErrorsOf::Wave,
+    };
+    let policy = Policy {
+        gates: vec![WaveGate {
+            kind,
+            on_failure: OnFailure::Pause,
+            interval_ms: 100,
+            patience_ms: 1000,
+        }],
+        ..Policy::default()
+    };
+    let mut rollout = started(&[1, 1], policy);
+    assert_eq!(claim_all(&mut rollout, 0), 1);
+    let check = |step: &Step| {
+        let is_check = |action: &Action| matches!(action, Action::Check { member: 0, .. });
+        step.actions.iter().any(is_check)
+    };
+    assert!(check(&rollout.step(1000)), "after the bake time");
+    let changed = FoundClaims::Ineffective("key alpha: the guest has changed it".to_owned());
+    rollout.checked(0, 1, found("boot-1", changed), 1000);
+    assert_eq!(claims(&rollout.step(1000)), Vec::<usize>::new());
+    assert!(check(&rollout.step(4000)));
+    rollout.checked(0, 1, None, 4000);
+    assert_eq!(claims(&rollout.step(4000)), [1]);
+}
+
 /// Checks that no command but a fix sends anything to a guest that is only asked.
 #[test]
 fn a_resume_sends_nothing_to_guests_that_are_only_asked() {
