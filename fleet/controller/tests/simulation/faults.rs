@@ -307,7 +307,7 @@ impl World {
 
     /// Starts the `patchbayd` of a host again.
     pub fn host_returns(&mut self, host: &'static str) {
-        self.registered.gone.remove(host);
+        self.registered.restart(host);
         self.trace(|| format!("the patchbayd of {host} is started again"));
         self.register_soon();
     }

@@ -28,17 +28,27 @@ fn reach() -> Reach {
 }
 
 /// The records that the hosts have written, by their keys.
-pub type Records = BTreeMap<String, Record>;
+type Records = BTreeMap<String, Record>;
 
 #[derive(Default)]
 pub struct Registered {
     records: Records,
     /// The hosts whose `patchbayd` has ended.
     pub gone: BTreeSet<&'static str>,
+    /// The number of times that the `patchbayd` of each host was started again.
+    restarts: BTreeMap<&'static str, i64>,
+}
+
+impl Registered {
+    /// Lets the `patchbayd` of a host be started again, with another lease.
+    pub fn restart(&mut self, host: &'static str) {
+        self.gone.remove(host);
+        *self.restarts.entry(host).or_default() += 1;
+    }
 }
 
 #[derive(Clone, PartialEq, Eq)]
-pub enum Record {
+enum Record {
     Host(HostRecord),
     Guest(GuestRecord),
 }
@@ -105,7 +115,11 @@ impl World {
                 socket: format!("/nowhere/{host}"),
                 address: None,
                 labels: BTreeMap::new(),
-                lease: 1,
+                lease: self
+                    .registered
+                    .restarts
+                    .get(host)
+                    .map_or(1, |times| 1 + times),
             };
             records.insert(format!("{PREFIX}{host}/host"), Record::Host(record));
             for guest in &self.guests {
@@ -173,29 +187,38 @@ impl World {
         written.expect("the store is reached");
         {
             let _connections = self.runtime.enter();
-            let watching = |term: &&Term| term.lost_watch_at.is_none();
+            let watching = |term: &&Term| term.missed.is_none();
             for term in self.terms.values().filter(watching) {
                 let hosts = &term.network.hosts;
                 let each = |change| inventory::apply(hosts, &reach(), change);
                 changes.iter().for_each(each);
             }
         }
+        let guests = changed_guests(&before, &present);
+        for missed in self
+            .terms
+            .values_mut()
+            .filter_map(|term| term.missed.as_mut())
+        {
+            missed.0.extend(guests.iter().cloned());
+        }
         let terms = self.terms.iter();
-        let watching = terms.filter(|(_, term)| term.lost_watch_at.is_none());
+        let watching = terms.filter(|(_, term)| term.missed.is_none());
         let watching = watching.map(|(id, _)| *id).collect();
-        self.tell(&watching, &changed_guests(&before, &present));
+        self.tell(&watching, &guests);
     }
 
     /// Lets the leader lose its watch of the registry, for example because the store has compacted
     /// the changes that it had not read.
     pub fn lose_watch(&mut self) {
         let Some(leader) = self.leader else { return };
-        let records = self.registered.records.clone();
+        let seen = self.runtime.block_on(self.store.range(PREFIX));
+        let seen = seen.expect("the store is reached").revision;
         let term = self.terms.get_mut(&leader).expect("it leads");
-        if term.lost_watch_at.is_some() {
+        if term.missed.is_some() {
             return;
         }
-        term.lost_watch_at = Some(records);
+        term.missed = Some((BTreeSet::new(), seen));
         self.count("watch of the registry lost");
         self.trace(|| format!("term {leader} has lost its watch of the registry"));
         let wait = self.long_delay();
@@ -205,19 +228,18 @@ impl World {
     /// Lets a term that has lost its watch list the registry again, as `inventory::follow` does.
     pub fn list_again(&mut self, term: u32) {
         let lost = self.terms.get_mut(&term);
-        let Some(before) = lost.and_then(|term| term.lost_watch_at.take()) else {
+        let Some((guests, seen)) = lost.and_then(|term| term.missed.take()) else {
             return;
         };
         self.trace(|| format!("term {term} lists the registry again"));
-        self.list_registry(&self.terms[&term].network);
-        let guests = changed_guests(&before, &self.registered.records);
+        self.list_registry(&self.terms[&term].network, seen);
         self.tell(&BTreeSet::from([term]), &guests);
     }
 
-    /// Lets a term list the registry.
-    pub fn list_registry(&self, network: &Network) {
+    /// Lets a term list the registry, of which it has seen the changes up to this revision.
+    pub fn list_registry(&self, network: &Network, seen: u64) {
         let reach = reach();
-        let listed = inventory::list(self.store.as_ref(), &network.hosts, &reach);
+        let listed = inventory::list(self.store.as_ref(), &network.hosts, &reach, seen);
         self.runtime.block_on(listed).expect("the store is reached");
     }
 

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The terms of replicas that lead: elections, and the faults by which terms end.
 
+use std::collections::BTreeSet;
+
 use patchbay_fleet::rollout::Millis;
 use patchbay_fleet::storage::RecordKeys;
 use patchbay_fleet::store::{Fence, commit_all};
 
 use super::driver::{Driver, Stage};
 use super::network::Network;
-use super::registry::Records;
 use super::world::{Event, World};
 
 /// The time in which one replica leads. Its drivers are killed and stopped together.
@@ -19,8 +20,9 @@ pub struct Term {
     pub keys: RecordKeys,
     /// Its end of the network, with the hosts that it has found in the registry.
     pub network: Network,
-    /// The registry when the term's watch of it was lost; `None` while the watch works.
-    pub lost_watch_at: Option<Records>,
+    /// The guests that have changed since the term's watch of the registry was lost, and the
+    /// revision at that time; `None` while the watch works.
+    pub missed: Option<(BTreeSet<String>, u64)>,
     /// Its keys verify no record, so it runs no rollout.
     is_blind: bool,
     /// The time until which it does nothing.
@@ -124,12 +126,12 @@ impl World {
         };
         let clock = self.draw_clock();
         let network = self.network.of_another_term();
-        self.list_registry(&network);
+        self.list_registry(&network, u64::MAX);
         self.terms.insert(
             term,
             Term {
                 network,
-                lost_watch_at: None,
+                missed: None,
                 fence: fence.clone(),
                 clock,
                 keys,
