@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The hosts and guests of the registry, and the changes that rollouts react to.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
@@ -163,8 +163,14 @@ impl Hosts {
         }
     }
 
-    /// Returns the other hosts that have a guest of this name, according to the registry. There is
-    /// none while the registry has the guest on this host.
+    /// Returns the other hosts that have a guest of this name, according to the registry.
+    pub fn others(&self, host: &str, guest: &str) -> Vec<String> {
+        let guests = self.guests.read().unwrap_or_else(PoisonError::into_inner);
+        let hosts = guests.get(guest).into_iter().flat_map(BTreeMap::keys);
+        hosts.filter(|name| *name != host).cloned().collect()
+    }
+
+    /// Returns the same hosts, but none while the registry has the guest on this host.
     pub fn elsewhere(&self, host: &str, guest: &str) -> Vec<String> {
         let guests = self.guests.read().unwrap_or_else(PoisonError::into_inner);
         match guests.get(guest) {
@@ -176,8 +182,6 @@ impl Hosts {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use super::*;
     use crate::hosts::HostEndpoint;
 

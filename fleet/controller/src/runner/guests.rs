@@ -34,6 +34,9 @@ pub trait Calls: Sync {
     ) -> impl Future<Output = Result<v1::ListClaimsResponse, Status>> + Send;
 
     /// Returns the other hosts that have a guest of this name, according to the registry.
+    fn others(&self, host: &str, guest: &str) -> Vec<String>;
+
+    /// Returns the same hosts, but none while the registry has the guest on this host.
     fn elsewhere(&self, host: &str, guest: &str) -> Vec<String>;
 }
 
@@ -59,6 +62,10 @@ impl Calls for Acting {
             Some(host) => host.not_made(guest, owner).await,
             None => Err(Status::unavailable(no_host(host))),
         }
+    }
+
+    fn others(&self, host: &str, guest: &str) -> Vec<String> {
+        self.hosts.others(host, guest)
     }
 
     fn elsewhere(&self, host: &str, guest: &str) -> Vec<String> {
@@ -166,7 +173,16 @@ pub async fn release(
     generation: u64,
 ) -> (ReleaseOutcome, Option<String>) {
     let request = || asks.release(&member.guest, generation);
-    let (answer, moved) = send(hosts, &asks.owner, member, request).await;
+    let (mut answer, mut moved) = send(hosts, &asks.owner, member, request).await;
+    // The answer may come from another guest, which has nothing of this owner.
+    if let Ok(other) = &answer
+        && other.boot != member.boot
+        && let Some((name, ..)) = found_elsewhere(hosts, &asks.owner, member).await
+    {
+        let again = hosts.set_claims(&name, request).await;
+        answer = again.map_err(|status| CallError::new(&status));
+        moved = Some(name);
+    }
     let outcome = match answer {
         Ok(answer) => ended(member, &answer),
         Err(error) => match error.seen {
@@ -188,14 +204,16 @@ async fn send(
         Ok(answer) => return (Ok(answer), None),
         Err(status) => CallError::new(&status),
     };
-    if !error.may_have_moved {
+    if !error.may_have_moved && !error.has_booted {
         return (Err(error), None);
     }
     if let Some((name, ..)) = found_elsewhere(hosts, owner, member).await {
         let answer = hosts.set_claims(&name, &request).await;
         return (answer.map_err(|status| CallError::new(&status)), Some(name));
     }
-    if let Some(name) = hosts.elsewhere(&member.host, &member.guest).first() {
+    if error.may_have_moved
+        && let Some(name) = hosts.elsewhere(&member.host, &member.guest).first()
+    {
         error.why = format!(
             "{}; host {name} has a guest of that name now: plan another rollout for it",
             error.why
@@ -205,7 +223,8 @@ async fn send(
 }
 
 /// Returns the other host that has the member's guest in the boot that the rollout knows, which
-/// tells the guest from another one of the same name. Returns what was found there, too.
+/// tells the guest from another one of the same name. Such a guest may also have been started on
+/// the member's host after the member's guest had left it. Returns what was found there, too.
 async fn found_elsewhere(
     hosts: &impl Calls,
     owner: &str,
@@ -214,7 +233,7 @@ async fn found_elsewhere(
     if member.boot.is_empty() {
         return None;
     }
-    for name in hosts.elsewhere(&member.host, &member.guest) {
+    for name in hosts.others(&member.host, &member.guest) {
         let found = hosts.not_made(&name, &member.guest, owner).await;
         if let Ok(found) = found
             && found.boot == member.boot
@@ -299,16 +318,18 @@ pub async fn check(
     owner: &str,
     member: &Member,
 ) -> (Option<Found>, Option<String>) {
-    let error = match hosts.not_made(&member.host, &member.guest, owner).await {
-        Ok(found) => return (Some(Found::of(found)), None),
-        Err(status) => CallError::new(&status),
+    let here = match hosts.not_made(&member.host, &member.guest, owner).await {
+        Ok(found) if found.boot.is_empty() || found.boot == member.boot => {
+            return (Some(Found::of(found)), None);
+        }
+        // Either the guest has booted again, or this is another guest.
+        Ok(found) => Some(Found::of(found)),
+        Err(status) if CallError::new(&status).may_have_moved => None,
+        Err(_) => return (None, None),
     };
-    if !error.may_have_moved {
-        return (None, None);
-    }
     match found_elsewhere(hosts, owner, member).await {
         Some((name, found)) => (Some(found), Some(name)),
-        None => (None, None),
+        None => (here, None),
     }
 }
 
@@ -396,184 +417,4 @@ fn pause_us(report: &v1::FlipReport) -> u64 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::rollout::State;
-
-    /// Checks the memory of an action that waits for its turn. There may be one for each guest of a
-    /// fleet.
-    #[test]
-    fn an_action_that_waits_is_small() {
-        fn size<F>(_: impl Fn(&'static Acting, &'static Asks, &'static Member) -> F) -> usize {
-            size_of::<F>()
-        }
-        let sizes = [
-            size(|hosts, asks, member| claim(hosts, asks, member, 1)),
-            size(|hosts, asks, member| release(hosts, asks, member, 1)),
-            size(|hosts, asks, member| check(hosts, &asks.owner, member)),
-        ];
-        assert!(sizes.iter().all(|size| *size < 4096), "{sizes:?}");
-    }
-
-    #[test]
-    fn a_guest_that_makes_no_claim_has_no_record() {
-        let outcome = |states: &[v1::ClaimState]| {
-            let result = |state: &v1::ClaimState| v1::ClaimResult {
-                key: "alpha".to_owned(),
-                want: v1::ClaimWant::On.into(),
-                state: (*state).into(),
-                reason: "KEY_GUARDED".to_owned(),
-                ..v1::ClaimResult::default()
-            };
-            let answer = v1::SetClaimsResponse {
-                results: states.iter().map(result).collect(),
-                ..v1::SetClaimsResponse::default()
-            };
-            made(&answer, Some(7))
-        };
-        use v1::ClaimState::{HeldByOthers, Made, Missing, Refused};
-        for (states, expected) in [
-            (&[Refused, Refused][..], (false, false)),
-            (&[Refused, Made], (true, false)),
-            (&[HeldByOthers], (true, true)),
-            (&[HeldByOthers, Made], (true, true)),
-            (&[HeldByOthers, Refused], (true, false)),
-            (&[Missing], (false, false)),
-            (&[Missing, Made], (true, false)),
-        ] {
-            match outcome(states) {
-                ClaimOutcome::NotMade {
-                    has_claims,
-                    is_ineffective,
-                    ttl,
-                    why,
-                } => {
-                    let found = ((has_claims, is_ineffective), ttl);
-                    assert_eq!(found, (expected, Some(7)), "{states:?}: {why}");
-                    assert!(why.starts_with("key alpha: "), "{why}");
-                }
-                other => panic!("{states:?}: {other:?}"),
-            }
-        }
-        assert!(matches!(outcome(&[Made, Made]), ClaimOutcome::Made { .. }));
-    }
-
-    #[test]
-    fn claims_without_effect_are_told_from_those_that_are_gone() {
-        use v1::ClaimState::{HeldByOthers, Made, Missing, Void};
-        let claim = |(state, key_replaced): &(v1::ClaimState, bool)| v1::Claim {
-            key: "m:a".to_owned(),
-            state: (*state).into(),
-            key_replaced: *key_replaced,
-            ..v1::Claim::default()
-        };
-        let found = |total, claims: &[_]| {
-            let answer = v1::ListClaimsResponse {
-                claims: claims.iter().map(claim).collect(),
-                boot: "boot-1".to_owned(),
-                total,
-                ..v1::ListClaimsResponse::default()
-            };
-            Found::of(answer).claims
-        };
-        assert_eq!(found(0, &[]), FoundClaims::None);
-        assert_eq!(found(2, &[]), FoundClaims::Made);
-        // A service of an earlier version, which lists the first claims in any state.
-        assert_eq!(found(0, &[(Made, false)]), FoundClaims::Made);
-        let cut = v1::ListClaimsResponse {
-            claims: vec![claim(&(Made, false))],
-            next_page_token: "m:b".to_owned(),
-            ..v1::ListClaimsResponse::default()
-        };
-        assert_eq!(Found::of(cut).claims, FoundClaims::Unclear);
-        let ineffective = |why: &str| FoundClaims::Ineffective(format!("key m:a: {why}"));
-        for (state, why) in [
-            (HeldByOthers, "another claim or a hold decides"),
-            (Missing, "the kernel has no such key now"),
-            (Void, "the guest or an operator has changed the key since"),
-        ] {
-            assert_eq!(found(2, &[(state, false)]), ineffective(why));
-            let two = [(Made, false), (state, false), (state, false)];
-            assert_eq!(found(3, &two), ineffective(&format!("{why}; and 1 more")));
-        }
-        let by = |principal: &str, owner: &str| {
-            let decided_by = Some(v1::ClaimOwner {
-                principal: "uid:0".to_owned(),
-                owner: owner.to_owned(),
-            });
-            let claim = v1::Claim {
-                principal: principal.to_owned(),
-                decided_by,
-                ..claim(&(HeldByOthers, false))
-            };
-            no_effect(&claim).into_owned()
-        };
-        let later = "the claim of rollout off decides";
-        assert_eq!(by("uid:0", "rollout/off/00ff"), later);
-        let forged = "the claim of rollout/off/00ff (uid:0) decides";
-        assert_eq!(by("uid:1", "rollout/off/00ff"), forged);
-        assert_eq!(by("uid:0", "ours"), "the claim of ours (uid:0) decides");
-        assert_eq!(by("uid:0", "a\nb"), "the claim of a b (uid:0) decides");
-        let replaced = found(3, &[(HeldByOthers, false), (Void, true)]);
-        let why = "the module of key m:a was loaded again".to_owned();
-        assert_eq!(replaced, FoundClaims::Replaced(why));
-        // An operator has turned another key of the set off by force.
-        let forced = found(3, &[(Void, false), (Void, true)]);
-        let changed = "the guest or an operator has changed the key since; and 1 more";
-        assert_eq!(forced, ineffective(changed));
-        assert_eq!(
-            found(1, &[(Missing, true)]),
-            ineffective("the kernel has no such key now")
-        );
-    }
-
-    #[test]
-    fn an_end_of_claims_that_the_guest_knows_nothing_of_is_not_confirmed() {
-        let member = |boot: &str, expires| Member {
-            is_confirmed: !boot.is_empty(),
-            generation: 2,
-            boot: boot.to_owned(),
-            expires,
-            state: State::Releasing { why: String::new() },
-            ..Member::new("host-0", "web-0")
-        };
-        let result = |state: v1::ClaimState| v1::ClaimResult {
-            state: state.into(),
-            ..v1::ClaimResult::default()
-        };
-        let answer = |results, repeated| v1::SetClaimsResponse {
-            boot: "boot-1".to_owned(),
-            results,
-            repeated,
-            ..v1::SetClaimsResponse::default()
-        };
-        let released = |void| ReleaseOutcome::Released { void };
-        let made = || vec![result(v1::ClaimState::Made)];
-        let here = &member("boot-1", None);
-        let lost = ended(here, &answer(vec![], false));
-        assert_eq!(lost, ReleaseOutcome::Unknown);
-        assert_eq!(ended(here, &answer(made(), false)), released(false));
-        let void = vec![result(v1::ClaimState::Void)];
-        assert_eq!(ended(here, &answer(void, false)), released(true));
-        assert_eq!(ended(here, &answer(vec![], true)), released(false));
-        // The answer to the repeat of a call that found no record either.
-        let again = Member {
-            state: State::no_record(),
-            ..here.clone()
-        };
-        let repeat = ended(&again, &answer(vec![], true));
-        assert_eq!(repeat, ReleaseOutcome::Unknown);
-        let other_boot = v1::SetClaimsResponse {
-            boot: "boot-2".to_owned(),
-            ..answer(vec![], true)
-        };
-        assert_eq!(ended(&again, &other_boot), released(false));
-        for other in [
-            member("boot-0", None),
-            member("boot-1", Some(1)),
-            member("", None),
-        ] {
-            assert_eq!(ended(&other, &answer(vec![], false)), released(true));
-        }
-    }
-}
+mod tests;

@@ -122,6 +122,10 @@ impl Calls for Network {
         }
     }
 
+    fn others(&self, host: &str, guest: &str) -> Vec<String> {
+        self.hosts.others(host, guest)
+    }
+
     fn elsewhere(&self, host: &str, guest: &str) -> Vec<String> {
         self.hosts.elsewhere(host, guest)
     }
