@@ -113,7 +113,8 @@ impl Driver {
         }
     }
 
-    /// Reports a jump of the clock to the rollout, as `Running::follow` does.
+    /// Reports a jump of the clock to the rollout, as `Running::follow` does. It is not called
+    /// between a step and its save, whose times are those of one clock.
     fn follow(&mut self, clock: i64) {
         let by = clock - std::mem::replace(&mut self.clock, clock);
         if by.abs() > TOLERANCE {
@@ -248,7 +249,9 @@ impl World {
 
     /// Makes the next part of the loop. Returns false if the driver ends.
     fn proceed(&mut self, driver: &mut Driver) -> bool {
-        driver.follow(self.terms[&driver.term].clock);
+        if matches!(driver.stage, Stage::Idle) {
+            driver.follow(self.terms[&driver.term].clock);
+        }
         let now = self.now.saturating_add_signed(driver.clock);
         driver.stage = match std::mem::replace(&mut driver.stage, Stage::Idle) {
             Stage::Idle => {
