@@ -244,7 +244,7 @@ impl Controller {
         let store = self.store.as_ref();
         let fence = term.fence.clone();
         let read = async {
-            let registry = inventory::list(store, &hosts, &config.reach, u64::MAX).await?;
+            let registry = inventory::list(store, &hosts, &config.reach, 0).await?;
             Ok::<_, StoreError>((registry, self.load(&fence, &config.keys).await?))
         };
         // Reading many rollouts may take longer than the lease lasts.

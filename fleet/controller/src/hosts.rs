@@ -11,7 +11,6 @@ mod registered;
 use std::collections::{BTreeMap, VecDeque};
 use std::future::Future;
 use std::path::PathBuf;
-use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -82,8 +81,6 @@ pub struct Host {
     pub config: HostConfig,
     /// True if the host comes from the registry and not from the configuration.
     pub registered: bool,
-    /// The lease of the host's process in the registry.
-    lease: AtomicI64,
     link: RwLock<Arc<Link>>,
     calls: Semaphore,
     /// Permits for changes, which must not wait for calls that only read.
@@ -113,7 +110,7 @@ impl Hosts {
     pub fn new(configs: &[HostConfig]) -> Result<Self, NameTaken> {
         let mut by_name = BTreeMap::new();
         for config in configs {
-            let host = Arc::new(Host::new(config.clone(), None));
+            let host = Arc::new(Host::new(config.clone(), false));
             if by_name.insert(config.name.clone(), host).is_some() {
                 return Err(NameTaken(config.name.clone()));
             }
@@ -163,13 +160,11 @@ fn keys_of(channel: Channel) -> StaticKeysServiceClient<Channel> {
 }
 
 impl Host {
-    /// Creates a host. `lease` is `None` for a host of the configuration.
-    fn new(config: HostConfig, lease: Option<i64>) -> Self {
+    fn new(config: HostConfig, registered: bool) -> Self {
         Self {
             link: RwLock::new(Link::new(&config)),
             config,
-            registered: lease.is_some(),
-            lease: AtomicI64::new(lease.unwrap_or_default()),
+            registered,
             calls: Semaphore::new(CALLS),
             changes: Semaphore::new(CHANGES),
         }

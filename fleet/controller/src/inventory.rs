@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::hosts::{HostConfig, HostEndpoint, Hosts, TlsFiles};
+use crate::hosts::{Changed, HostConfig, HostEndpoint, Hosts, TlsFiles};
 use crate::store::registry::{self, HostRecord, Registered};
 use crate::store::{Change, Store, StoreError};
 
@@ -36,9 +36,9 @@ impl Reach {
 }
 
 /// Replaces the registered hosts in `hosts` by those of the registry, and returns the revision of
-/// the list. A watch continues from the next revision. Rollouts are told only of what differs, and
-/// of what was written after the revision `seen`: a guest that has left and come back, or has
-/// booted again, may have the same record as before.
+/// the list. A watch continues from the next revision. What was written up to the revision `seen`
+/// is known, so rollouts are told only of what is later and of what is gone. A guest that has left
+/// and come back, or has booted again, may have the same record as before.
 ///
 /// # Errors
 /// [`StoreError`].
@@ -49,29 +49,26 @@ pub async fn list(
     seen: u64,
 ) -> Result<u64, StoreError> {
     let snapshot = store.range(registry::PREFIX).await?;
-    let changes: Vec<Change> = snapshot.entries.into_iter().map(Change::Put).collect();
-    let (mut present, mut guests) = (BTreeSet::new(), BTreeSet::new());
-    for change in &changes {
-        match registry::read(change) {
-            Ok(Some(Registered::Host(name, _))) => {
-                present.insert(name);
-            }
+    let (mut present, mut later) = (BTreeSet::new(), Vec::new());
+    for change in snapshot.entries.into_iter().map(Change::Put) {
+        let of = match registry::read(&change) {
+            Ok(Some(Registered::Host(host, _))) => Some(Changed { host, guest: None }),
             Ok(Some(Registered::Guest { host, guest, .. })) => {
-                guests.insert((host, guest));
+                let guest = Some(guest);
+                Some(Changed { host, guest })
             }
-            _ => {}
+            _ => None,
+        };
+        if change.revision() > seen {
+            later.push((change, of.clone()));
         }
+        present.extend(of);
     }
-    hosts.retain_registered(&present, &guests);
-    for change in &changes {
-        apply(hosts, reach, change);
-        if change.revision() <= seen {
-            continue;
-        }
-        match registry::read(change) {
-            Ok(Some(Registered::Host(name, _))) => hosts.changed(&name, None),
-            Ok(Some(Registered::Guest { host, guest, .. })) => hosts.changed(&host, Some(&guest)),
-            _ => {}
+    hosts.retain_registered(&present);
+    for (change, of) in later {
+        apply(hosts, reach, &change);
+        if let Some(Changed { host, guest }) = of {
+            hosts.changed(&host, guest.as_deref());
         }
     }
     Ok(snapshot.revision)
@@ -127,13 +124,13 @@ pub fn apply(hosts: &Hosts, reach: &Reach, change: &Change) {
                 hosts.unregister(&name);
                 return;
             };
-            let (labels, lease) = (record.labels, record.lease);
+            let labels = record.labels;
             let config = HostConfig {
                 name,
                 endpoint,
                 labels,
             };
-            if let Err(error) = hosts.register(config, lease) {
+            if let Err(error) = hosts.register(config) {
                 tracing::error!("a registered host is left out: {error}");
             }
         }
@@ -162,56 +159,137 @@ mod tests {
     use crate::store::registry::{GuestRecord, PREFIX};
     use crate::store::{EmbeddedStore, Transaction};
 
-    fn host(machine: &str) -> (String, Vec<u8>) {
+    fn host(name: &str, machine: &str, lease: i64) -> (String, Vec<u8>) {
         let record = HostRecord {
             machine: machine.to_owned(),
             socket: "/nowhere".to_owned(),
             address: None,
             labels: BTreeMap::new(),
-            lease: 1,
+            lease,
         };
         let value = serde_json::to_vec(&record).expect("JSON");
-        (format!("{PREFIX}h/host"), value)
+        (format!("{PREFIX}{name}/host"), value)
     }
 
-    fn guest(name: &str) -> (String, Vec<u8>) {
-        let value = serde_json::to_vec(&GuestRecord::default()).expect("JSON");
-        (format!("{PREFIX}h/guests/{name}"), value)
+    fn guest(host: &str, name: &str, incarnation: &str) -> (String, Vec<u8>) {
+        let record = GuestRecord {
+            incarnation: incarnation.to_owned(),
+            ..GuestRecord::default()
+        };
+        let value = serde_json::to_vec(&record).expect("JSON");
+        (format!("{PREFIX}{host}/guests/{name}"), value)
     }
 
-    async fn put(store: &EmbeddedStore, records: impl IntoIterator<Item = (String, Vec<u8>)>) {
-        let begin = Transaction::new();
-        let put = |all: Transaction, (key, value)| all.put(key, value);
-        let written = store.commit(records.into_iter().fold(begin, put)).await;
-        written.expect("written");
+    /// A controller on machine m, and the registry.
+    struct Listing {
+        _folder: tempfile::TempDir,
+        store: EmbeddedStore,
+        hosts: Hosts,
+        seen: u64,
+    }
+
+    impl Listing {
+        /// Lists a registry with these records for the first time.
+        async fn new(records: &[(String, Vec<u8>)]) -> Self {
+            let folder = tempfile::tempdir().expect("room");
+            let store = EmbeddedStore::open(&folder.path().join("store")).expect("opens");
+            let mut listing = Self {
+                _folder: folder,
+                store,
+                hosts: Hosts::new(&[]).expect("no names"),
+                seen: 0,
+            };
+            listing.write(records, &[]).await;
+            listing.list().await;
+            listing
+        }
+
+        async fn write(&self, put: &[(String, Vec<u8>)], deleted: &[&str]) {
+            let begin = Transaction::new();
+            let all = put.iter().fold(begin, |all, (key, value)| {
+                all.put(key.clone(), value.clone())
+            });
+            let all = deleted
+                .iter()
+                .fold(all, |all, key| all.delete(format!("{PREFIX}{key}")));
+            self.store.commit(all).await.expect("written");
+        }
+
+        async fn list(&mut self) {
+            let reach = Reach {
+                machine: "m".to_owned(),
+                tls: None,
+            };
+            let listed = list(&self.store, &self.hosts, &reach, self.seen).await;
+            self.seen = listed.expect("listed");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_list_tells_only_what_differs() {
+        let mut listing = Listing::new(&[
+            host("a", "m", 1),
+            host("b", "m", 1),
+            guest("a", "g0", "1"),
+            guest("a", "g1", "1"),
+            guest("b", "g2", "1"),
+        ])
+        .await;
+        let mut following = Following::new(&listing.hosts);
+        listing.list().await;
+        assert!(!following.has_changed());
+
+        // Host a was restarted and has lost a guest. Host b is gone. Host c is new.
+        let put = [
+            host("a", "m", 2),
+            guest("a", "g0", "2"),
+            host("c", "m", 1),
+            guest("c", "g3", "1"),
+        ];
+        let deleted = ["a/guests/g1", "b/host", "b/guests/g2"];
+        listing.write(&put, &deleted).await;
+        listing.list().await;
+        let changed = following.take().expect("few");
+        let changed: BTreeSet<(String, Option<String>)> = changed
+            .into_iter()
+            .map(|changed| (changed.host, changed.guest))
+            .collect();
+        let expected = [
+            ("a", None),
+            ("a", Some("g0")),
+            ("a", Some("g1")),
+            ("b", Some("g2")),
+            ("c", None),
+            ("c", Some("g3")),
+        ];
+        let expected = expected.map(|(host, guest)| (host.to_owned(), guest.map(str::to_owned)));
+        assert_eq!(changed, BTreeSet::from(expected));
+        assert!(listing.hosts.get("b").is_none());
+        assert!(listing.hosts.elsewhere("b", "g2").is_empty());
     }
 
     #[tokio::test]
     async fn what_was_written_while_the_watch_was_lost_is_told() {
-        let folder = tempfile::tempdir().expect("room");
-        let store = EmbeddedStore::open(&folder.path().join("store")).expect("opens");
-        let hosts = Hosts::new(&[]).expect("no names");
-        let reach = Reach {
-            machine: "m".to_owned(),
-            tls: None,
-        };
-        put(&store, [host("m"), guest("g0"), guest("g1")]).await;
-        let seen = list(&store, &hosts, &reach, u64::MAX)
-            .await
-            .expect("listed");
-        let mut following = Following::new(&hosts);
-        let again = list(&store, &hosts, &reach, seen).await.expect("listed");
-        assert!(again == seen && !following.has_changed());
+        let records = [
+            host("h", "m", 1),
+            guest("h", "g0", ""),
+            guest("h", "g1", ""),
+        ];
+        let mut listing = Listing::new(&records).await;
+        let mut following = Following::new(&listing.hosts);
+        let seen = listing.seen;
+        listing.list().await;
+        assert!(listing.seen == seen && !following.has_changed());
         // The guest has left and come back, with the same record.
-        put(&store, [guest("g1")]).await;
-        let seen = list(&store, &hosts, &reach, seen).await.expect("listed");
+        listing.write(&[guest("h", "g1", "")], &[]).await;
+        listing.list().await;
         let changed = following.take().expect("few");
         assert_eq!(changed.len(), 1, "{changed:?}");
         assert_eq!(changed[0].guest.as_deref(), Some("g1"));
         // Another machine has the name now, and the socket is one of that machine.
-        assert!(hosts.get("h").is_some());
-        put(&store, [host("other")]).await;
-        list(&store, &hosts, &reach, seen).await.expect("listed");
-        assert!(hosts.get("h").is_none());
+        assert!(listing.hosts.get("h").is_some());
+        listing.write(&[host("h", "other", 1)], &[]).await;
+        listing.list().await;
+        assert!(listing.hosts.get("h").is_none());
     }
 }

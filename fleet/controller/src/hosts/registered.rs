@@ -2,7 +2,6 @@
 //! The hosts and guests of the registry, and the changes that rollouts react to.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
 use tokio::sync::watch;
@@ -14,7 +13,7 @@ use crate::store::registry::GuestRecord;
 const MAX_CHANGES: usize = 4096;
 
 /// A host or guest of the registry that has changed.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Changed {
     pub host: String,
     /// `None` for the host itself.
@@ -88,25 +87,19 @@ impl Hosts {
         self.changes.send_modify(|count| *count += 1);
     }
 
-    /// Adds a host of the registry, whose process has this lease. A host of the configuration with
-    /// the same name is not replaced.
+    /// Adds a host of the registry. A host of the configuration with the same name is not replaced.
     ///
     /// # Errors
     /// [`NameTaken`].
-    pub fn register(&self, config: HostConfig, lease: i64) -> Result<(), NameTaken> {
+    pub fn register(&self, config: HostConfig) -> Result<(), NameTaken> {
         let mut by_name = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
         match by_name.get(&config.name) {
             Some(known) if !known.registered => return Err(NameTaken(config.name)),
-            Some(known) if known.config == config => {
-                // The connection is kept, because the host may only have been restarted.
-                if known.lease.swap(lease, Ordering::SeqCst) == lease {
-                    return Ok(());
-                }
-            }
+            // The connection is kept, because the host may only have been restarted.
+            Some(known) if known.config == config => {}
             _ => {
                 let name = config.name.clone();
-                let host = Host::new(config.clone(), Some(lease));
-                by_name.insert(name, Arc::new(host));
+                by_name.insert(name, Arc::new(Host::new(config.clone(), true)));
             }
         }
         drop(by_name);
@@ -122,18 +115,23 @@ impl Hosts {
         }
     }
 
-    /// Removes the hosts of the registry that are not among `hosts`, and the records of guests that
-    /// are not among `guests`, which are pairs of host and guest.
-    pub fn retain_registered(&self, hosts: &BTreeSet<String>, guests: &BTreeSet<(String, String)>) {
+    /// Removes the hosts of the registry, and the records of guests, that are not among `present`.
+    pub fn retain_registered(&self, present: &BTreeSet<Changed>) {
+        let has = |host: &str, guest: Option<&str>| {
+            present.contains(&Changed {
+                host: host.to_owned(),
+                guest: guest.map(str::to_owned),
+            })
+        };
         let mut by_name = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
-        by_name.retain(|name, host| !host.registered || hosts.contains(name));
+        by_name.retain(|name, host| !host.registered || has(name, None));
         drop(by_name);
         let mut gone = Vec::new();
         {
             let known = self.guests.read().unwrap_or_else(PoisonError::into_inner);
             for (guest, hosts) in known.iter() {
-                let pairs = hosts.keys().map(|host| (host.clone(), guest.clone()));
-                gone.extend(pairs.filter(|pair| !guests.contains(pair)));
+                let hosts = hosts.keys().filter(|host| !has(host, Some(guest)));
+                gone.extend(hosts.map(|host| (host.clone(), guest.clone())));
             }
         }
         for (host, guest) in gone {
@@ -177,73 +175,5 @@ impl Hosts {
             Some(hosts) if !hosts.contains_key(host) => hosts.keys().cloned().collect(),
             _ => vec![],
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::hosts::HostEndpoint;
-
-    fn register(hosts: &Hosts, name: &str, lease: i64) {
-        let config = HostConfig {
-            name: name.to_owned(),
-            endpoint: HostEndpoint::Socket("/nowhere".into()),
-            labels: BTreeMap::new(),
-        };
-        hosts.register(config, lease).expect("another name");
-    }
-
-    fn record(incarnation: &str) -> Option<GuestRecord> {
-        Some(GuestRecord {
-            incarnation: incarnation.to_owned(),
-            ..GuestRecord::default()
-        })
-    }
-
-    /// Lists a registry with these hosts and guests again.
-    fn list(hosts: &Hosts, leases: &[(&str, i64)], guests: &[(&str, &str, &str)]) {
-        let names = leases.iter().map(|(name, _)| (*name).to_owned());
-        let pairs = guests
-            .iter()
-            .map(|(host, guest, _)| ((*host).to_owned(), (*guest).to_owned()));
-        hosts.retain_registered(&names.collect(), &pairs.collect());
-        for (name, lease) in leases {
-            register(hosts, name, *lease);
-        }
-        for (host, guest, incarnation) in guests {
-            hosts.set_guest(host, guest, record(incarnation));
-        }
-    }
-
-    #[tokio::test]
-    async fn a_list_tells_only_what_differs() {
-        let hosts = Hosts::new(&[]).expect("no names");
-        let before = [("a", "g0", "1"), ("a", "g1", "1"), ("b", "g2", "1")];
-        list(&hosts, &[("a", 1), ("b", 1)], &before);
-        let mut following = Following::new(&hosts);
-        list(&hosts, &[("a", 1), ("b", 1)], &before);
-        assert!(!following.has_changed());
-
-        // Host a was restarted and has lost a guest. Host b is gone. Host c is new.
-        let after = [("a", "g0", "2"), ("c", "g3", "1")];
-        list(&hosts, &[("a", 2), ("c", 1)], &after);
-        let changed = following.take().expect("few");
-        let changed: BTreeSet<(String, Option<String>)> = changed
-            .into_iter()
-            .map(|changed| (changed.host, changed.guest))
-            .collect();
-        let expected = [
-            ("a", None),
-            ("a", Some("g0")),
-            ("a", Some("g1")),
-            ("b", Some("g2")),
-            ("c", None),
-            ("c", Some("g3")),
-        ];
-        let expected = expected.map(|(host, guest)| (host.to_owned(), guest.map(str::to_owned)));
-        assert_eq!(changed, BTreeSet::from(expected));
-        assert!(hosts.get("b").is_none());
-        assert!(hosts.elsewhere("b", "g2").is_empty());
     }
 }

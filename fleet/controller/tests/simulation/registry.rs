@@ -14,7 +14,6 @@ use super::driver::{Driver, Input};
 use super::faults::HOSTS;
 use super::liar::PRETENDER;
 use super::network::Network;
-use super::terms::Term;
 use super::world::{Event, World};
 
 /// The machine of all hosts and controllers.
@@ -28,11 +27,9 @@ fn reach() -> Reach {
 }
 
 /// The records that the hosts have written, by their keys.
-type Records = BTreeMap<String, Record>;
-
 #[derive(Default)]
 pub struct Registered {
-    records: Records,
+    records: BTreeMap<String, Record>,
     /// The hosts whose `patchbayd` has ended.
     pub gone: BTreeSet<&'static str>,
     /// The number of times that the `patchbayd` of each host was started again.
@@ -90,21 +87,9 @@ impl Told {
     }
 }
 
-/// Returns the guests whose boots differ between these records of the registry.
-fn changed_guests(before: &Records, now: &Records) -> BTreeSet<String> {
-    let keys = before.keys().chain(now.keys());
-    let boot = |records: &Records, key: &str| {
-        let record = records.get(key).and_then(Record::boot);
-        record.map(str::to_owned)
-    };
-    let changed = keys.filter(|key| boot(before, key) != boot(now, key));
-    let guests = changed.filter_map(|key| Some(key.split_once("/guests/")?.1.to_owned()));
-    guests.collect()
-}
-
 impl World {
     /// Returns the records that the hosts would write now.
-    fn present(&self) -> Records {
+    fn present(&self) -> BTreeMap<String, Record> {
         let hosts = HOSTS.into_iter();
         let hosts = hosts.filter(|host| !self.registered.gone.contains(host));
         let pretender = self.has_pretender.then_some(PRETENDER);
@@ -156,10 +141,16 @@ impl World {
         let before = std::mem::replace(&mut self.registered.records, present.clone());
         let keys: BTreeSet<&String> = before.keys().chain(present.keys()).collect();
         let (mut transaction, mut changes) = (Transaction::new(), Vec::new());
+        let mut guests = BTreeSet::new();
         for key in keys {
             let (old, new) = (before.get(key), present.get(key));
             if old == new {
                 continue;
+            }
+            if old.and_then(Record::boot) != new.and_then(Record::boot)
+                && let Some((_, guest)) = key.split_once("/guests/")
+            {
+                guests.insert(guest.to_owned());
             }
             let key = key.clone();
             transaction = match new {
@@ -185,26 +176,20 @@ impl World {
         });
         let written = self.runtime.block_on(self.store.commit(transaction));
         written.expect("the store is reached");
+        let mut watching = BTreeSet::new();
         {
             let _connections = self.runtime.enter();
-            let watching = |term: &&Term| term.missed.is_none();
-            for term in self.terms.values().filter(watching) {
-                let hosts = &term.network.hosts;
-                let each = |change| inventory::apply(hosts, &reach(), change);
-                changes.iter().for_each(each);
+            for (id, term) in &mut self.terms {
+                match &mut term.missed {
+                    Some((missed, _)) => missed.extend(guests.iter().cloned()),
+                    None => {
+                        let each = |change| inventory::apply(&term.network.hosts, &reach(), change);
+                        changes.iter().for_each(each);
+                        watching.insert(*id);
+                    }
+                }
             }
         }
-        let guests = changed_guests(&before, &present);
-        for missed in self
-            .terms
-            .values_mut()
-            .filter_map(|term| term.missed.as_mut())
-        {
-            missed.0.extend(guests.iter().cloned());
-        }
-        let terms = self.terms.iter();
-        let watching = terms.filter(|(_, term)| term.missed.is_none());
-        let watching = watching.map(|(id, _)| *id).collect();
         self.tell(&watching, &guests);
     }
 

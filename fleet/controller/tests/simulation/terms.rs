@@ -126,7 +126,7 @@ impl World {
         };
         let clock = self.draw_clock();
         let network = self.network.of_another_term();
-        self.list_registry(&network, u64::MAX);
+        self.list_registry(&network, 0);
         self.terms.insert(
             term,
             Term {
