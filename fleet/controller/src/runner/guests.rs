@@ -173,16 +173,7 @@ pub async fn release(
     generation: u64,
 ) -> (ReleaseOutcome, Option<String>) {
     let request = || asks.release(&member.guest, generation);
-    let (mut answer, mut moved) = send(hosts, &asks.owner, member, request).await;
-    // The answer may come from another guest, which has nothing of this owner.
-    if let Ok(other) = &answer
-        && other.boot != member.boot
-        && let Some((name, ..)) = found_elsewhere(hosts, &asks.owner, member).await
-    {
-        let again = hosts.set_claims(&name, request).await;
-        answer = again.map_err(|status| CallError::new(&status));
-        moved = Some(name);
-    }
+    let (answer, moved) = send(hosts, &asks.owner, member, request).await;
     let outcome = match answer {
         Ok(answer) => ended(member, &answer),
         Err(error) => match error.seen {
@@ -200,18 +191,24 @@ async fn send(
     member: &Member,
     request: impl Fn() -> v1::SetClaimsRequest + Send + Sync,
 ) -> (Result<v1::SetClaimsResponse, CallError>, Option<String>) {
-    let mut error = match hosts.set_claims(&member.host, &request).await {
-        Ok(answer) => return (Ok(answer), None),
-        Err(status) => CallError::new(&status),
+    let mut here = match hosts.set_claims(&member.host, &request).await {
+        Ok(answer) if answer.boot == member.boot => return (Ok(answer), None),
+        // Another guest may have answered, which has nothing of this owner.
+        Ok(answer) => Ok(answer),
+        Err(status) => Err(CallError::new(&status)),
     };
-    if !error.may_have_moved && !error.has_booted {
-        return (Err(error), None);
+    if let Err(error) = &here
+        && !error.may_have_moved
+        && !error.has_booted
+    {
+        return (here, None);
     }
     if let Some((name, ..)) = found_elsewhere(hosts, owner, member).await {
         let answer = hosts.set_claims(&name, &request).await;
         return (answer.map_err(|status| CallError::new(&status)), Some(name));
     }
-    if error.may_have_moved
+    if let Err(error) = &mut here
+        && error.may_have_moved
         && let Some(name) = hosts.elsewhere(&member.host, &member.guest).first()
     {
         error.why = format!(
@@ -219,7 +216,7 @@ async fn send(
             error.why
         );
     }
-    (Err(error), None)
+    (here, None)
 }
 
 /// Returns the other host that has the member's guest in the boot that the rollout knows, which
