@@ -319,9 +319,10 @@ mod tests {
             .collect()
     }
 
-    /// A store whose first commits are made, and reported as not answered.
+    /// A store that makes one commit without an answer.
     struct Silent {
         store: Arc<dyn Store>,
+        /// The number of commits up to that one, which is the last of them.
         commits: AtomicUsize,
     }
 
