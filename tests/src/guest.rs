@@ -68,13 +68,7 @@ async fn once<T>(
     if !snapshot.exists() {
         let mut guest = builder.clone().boot().await?;
         prepare(&mut guest).await?;
-        // A test may be killed while it saves the guest.
-        let part = snapshot.with_extension("part");
-        if part.exists() {
-            std::fs::remove_dir_all(&part)?;
-        }
-        guest.snapshot(&part).await?;
-        std::fs::rename(&part, &snapshot)?;
+        guest.snapshot(&snapshot).await?;
     }
     drop(lock);
     builder.from_snapshot(&snapshot).boot().await

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The monitor's command, the files of a guest's temporary directory, and snapshots.
 
-use std::fs::DirBuilder;
-use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use patchbay_proto::EXEC_PORT;
 use patchbay_proto::snapshot::SnapshotFiles;
 use patchbay_proto::v1::SnapshotGuestRequest;
@@ -74,18 +72,23 @@ pub fn listen(folder: &Path) -> Result<UnixListener> {
 }
 
 /// Saves the guest of a monitor in a new folder, which only this user may read because it has all
-/// of the guest's memory. The guest runs on. If saving fails, the folder is removed.
+/// of the guest's memory. The guest runs on. The folder appears when it is complete.
 ///
 /// # Errors
 /// The monitor cannot save the guest, or the folder exists or cannot be written.
 pub async fn save(monitor: Channel, folder: &Path) -> Result<()> {
-    let created = DirBuilder::new().mode(0o700).create(folder);
-    created.with_context(|| format!("cannot create {}", folder.display()))?;
-    let saved = save_in(monitor, folder).await;
-    if saved.is_err() {
-        let _ = std::fs::remove_dir_all(folder);
+    let cannot_create = || format!("cannot create {}", folder.display());
+    if folder.symlink_metadata().is_ok() {
+        bail!("{}: it exists", cannot_create());
     }
-    saved
+    let parent = folder.parent().with_context(cannot_create)?;
+    // The folder of `tempfile` has mode 0700.
+    let hidden = tempfile::Builder::new()
+        .prefix(".patchbay-snapshot-")
+        .tempdir_in(parent)
+        .with_context(cannot_create)?;
+    save_in(monitor, hidden.path()).await?;
+    std::fs::rename(hidden.path(), folder).with_context(cannot_create)
 }
 
 async fn save_in(monitor: Channel, folder: &Path) -> Result<()> {

@@ -313,14 +313,10 @@ impl GuestBuilder {
         let kernel = (&*self.kernel, &*command_line);
         let mut command = monitor::command(program, folder, kernel, &self.memory, self.vcpus);
         match &self.root {
-            Root::Disk(_) => {}
-            Root::Initramfs(initramfs) => {
-                command.arg("--initrd").arg(initramfs);
-            }
-            Root::Made(_) => {
-                command.arg("--initrd").arg(folder.join(INITRAMFS));
-            }
-        }
+            Root::Disk(_) => &mut command,
+            Root::Initramfs(initramfs) => command.arg("--initrd").arg(initramfs),
+            Root::Made(_) => command.arg("--initrd").arg(folder.join(INITRAMFS)),
+        };
         command
     }
 }
@@ -384,8 +380,8 @@ impl Guest {
     }
 
     /// Saves the guest in a new folder, which only this user may read.
-    /// [`GuestBuilder::from_snapshot`] starts copies of it. The guest runs on. If saving fails, the
-    /// folder is removed.
+    /// [`GuestBuilder::from_snapshot`] starts copies of it. The guest runs on. The folder appears
+    /// when it is complete.
     ///
     /// # Errors
     /// The monitor cannot save the guest, or the folder exists or cannot be written.
