@@ -562,7 +562,10 @@ type GuestStatus struct {
 	AgentConnected bool   `protobuf:"varint,10,opt,name=agent_connected,json=agentConnected,proto3" json:"agent_connected,omitempty"`
 	// The random id of the process that serves the guest. Revisions, plans, holds and
 	// etags of another incarnation are not valid.
-	Incarnation   string `protobuf:"bytes,11,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	Incarnation string `protobuf:"bytes,11,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	// The guest's boot. Another process that serves the same guest gives it the same name. Empty if
+	// it is not known.
+	Boot          string `protobuf:"bytes,12,opt,name=boot,proto3" json:"boot,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -670,6 +673,13 @@ func (x *GuestStatus) GetAgentConnected() bool {
 func (x *GuestStatus) GetIncarnation() string {
 	if x != nil {
 		return x.Incarnation
+	}
+	return ""
+}
+
+func (x *GuestStatus) GetBoot() string {
+	if x != nil {
+		return x.Boot
 	}
 	return ""
 }
@@ -2071,7 +2081,7 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"\bpatterns\x18\x03 \x03(\tR\bpatterns\"n\n" +
 	"\x12ListGuestsResponse\x120\n" +
 	"\x06guests\x18\x01 \x03(\v2\x18.patchbay.v1.GuestStatusR\x06guests\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xfb\x03\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x8f\x04\n" +
 	"\vGuestStatus\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x12-\n" +
 	"\x05state\x18\x02 \x01(\x0e2\x17.patchbay.v1.GuestStateR\x05state\x12=\n" +
@@ -2086,7 +2096,8 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"generation\x12'\n" +
 	"\x0fagent_connected\x18\n" +
 	" \x01(\bR\x0eagentConnected\x12 \n" +
-	"\vincarnation\x18\v \x01(\tR\vincarnation\"X\n" +
+	"\vincarnation\x18\v \x01(\tR\vincarnation\x12\x12\n" +
+	"\x04boot\x18\f \x01(\tR\x04boot\"X\n" +
 	"\x14DescribeGuestRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x12*\n" +
 	"\x11find_kernel_state\x18\x02 \x01(\bR\x0ffindKernelState\"\x90\x06\n" +

@@ -3828,7 +3828,11 @@ type SetClaimsResponse struct {
 	LeftOut []*LeftOut `protobuf:"bytes,12,rep,name=left_out,json=leftOut,proto3" json:"left_out,omitempty"`
 	// The guarded keys among the claimed ones, ordered by name. It is set only with
 	// `validate_only` and `allow_guarded`.
-	Guarded       []*GuardedKey `protobuf:"bytes,13,rep,name=guarded,proto3" json:"guarded,omitempty"`
+	Guarded []*GuardedKey `protobuf:"bytes,13,rep,name=guarded,proto3" json:"guarded,omitempty"`
+	// Names the service's record of the claims and holds of this boot. Another process that
+	// continues the record gives it the same name. Under another name in the same boot, the record
+	// was lost, and nobody knows whether the claims of before still hold.
+	Ledger        string `protobuf:"bytes,14,opt,name=ledger,proto3" json:"ledger,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3952,6 +3956,13 @@ func (x *SetClaimsResponse) GetGuarded() []*GuardedKey {
 		return x.Guarded
 	}
 	return nil
+}
+
+func (x *SetClaimsResponse) GetLedger() string {
+	if x != nil {
+		return x.Ledger
+	}
+	return ""
 }
 
 // A guarded key that a call may change.
@@ -4275,7 +4286,9 @@ type ListClaimsResponse struct {
 	// The guest's boot; empty if it is not known.
 	Boot string `protobuf:"bytes,3,opt,name=boot,proto3" json:"boot,omitempty"`
 	// If the request has `not_made`: the number of claims in any state that the other fields select.
-	Total         uint32 `protobuf:"varint,4,opt,name=total,proto3" json:"total,omitempty"`
+	Total uint32 `protobuf:"varint,4,opt,name=total,proto3" json:"total,omitempty"`
+	// As in SetClaimsResponse.
+	Ledger        string `protobuf:"bytes,5,opt,name=ledger,proto3" json:"ledger,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -4336,6 +4349,13 @@ func (x *ListClaimsResponse) GetTotal() uint32 {
 		return x.Total
 	}
 	return 0
+}
+
+func (x *ListClaimsResponse) GetLedger() string {
+	if x != nil {
+		return x.Ledger
+	}
+	return ""
 }
 
 // The state that one owner wants for one key.
@@ -5278,7 +5298,7 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\x06reason\x18\v \x01(\tR\x06reason\x12<\n" +
 	"\fstop_timeout\x18\f \x01(\v2\x19.google.protobuf.DurationR\vstopTimeout\x12>\n" +
 	"\rretry_timeout\x18\r \x01(\v2\x19.google.protobuf.DurationR\fretryTimeout\x123\n" +
-	"\amade_at\x18\x0e \x01(\v2\x1a.google.protobuf.TimestampR\x06madeAt\"\x99\x04\n" +
+	"\amade_at\x18\x0e \x01(\v2\x1a.google.protobuf.TimestampR\x06madeAt\"\xb1\x04\n" +
 	"\x11SetClaimsResponse\x122\n" +
 	"\aresults\x18\x01 \x03(\v2\x18.patchbay.v1.ClaimResultR\aresults\x12\x1e\n" +
 	"\n" +
@@ -5296,7 +5316,8 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	" \x01(\rR\fsitesPatched\x12B\n" +
 	"\x0fpredicted_pause\x18\v \x01(\v2\x19.google.protobuf.DurationR\x0epredictedPause\x12/\n" +
 	"\bleft_out\x18\f \x03(\v2\x14.patchbay.v1.LeftOutR\aleftOut\x121\n" +
-	"\aguarded\x18\r \x03(\v2\x17.patchbay.v1.GuardedKeyR\aguarded\"K\n" +
+	"\aguarded\x18\r \x03(\v2\x17.patchbay.v1.GuardedKeyR\aguarded\x12\x16\n" +
+	"\x06ledger\x18\x0e \x01(\tR\x06ledger\"K\n" +
 	"\n" +
 	"GuardedKey\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12+\n" +
@@ -5322,12 +5343,13 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\bpatterns\x18\x04 \x03(\tR\bpatterns\x12\x1c\n" +
 	"\tprincipal\x18\x05 \x01(\tR\tprincipal\x12\x14\n" +
 	"\x05owner\x18\x06 \x01(\tR\x05owner\x12\x19\n" +
-	"\bnot_made\x18\a \x01(\bR\anotMade\"\x92\x01\n" +
+	"\bnot_made\x18\a \x01(\bR\anotMade\"\xaa\x01\n" +
 	"\x12ListClaimsResponse\x12*\n" +
 	"\x06claims\x18\x01 \x03(\v2\x12.patchbay.v1.ClaimR\x06claims\x12&\n" +
 	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x12\n" +
 	"\x04boot\x18\x03 \x01(\tR\x04boot\x12\x14\n" +
-	"\x05total\x18\x04 \x01(\rR\x05total\"\xaa\x03\n" +
+	"\x05total\x18\x04 \x01(\rR\x05total\x12\x16\n" +
+	"\x06ledger\x18\x05 \x01(\tR\x06ledger\"\xaa\x03\n" +
 	"\x05Claim\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x1c\n" +
 	"\tprincipal\x18\x02 \x01(\tR\tprincipal\x12\x14\n" +

@@ -150,6 +150,7 @@ async fn describe(guest: HostedGuest) -> Option<GuestRecord> {
     Some(GuestRecord {
         registered: status.registration() == v1::RegistrationState::Registered,
         incarnation: status.incarnation,
+        boot: status.boot,
         kernel_release: status.kernel_release,
         kernel_build_id: status.kernel_build_id,
         capabilities,

@@ -55,6 +55,9 @@ impl HostRecord {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestRecord {
     pub incarnation: String,
+    /// The guest's boot; empty if it is not known. Hosts of earlier versions do not tell it.
+    #[serde(default)]
+    pub boot: String,
     pub kernel_release: String,
     pub kernel_build_id: String,
     /// True if the guest's tables of static keys are known.

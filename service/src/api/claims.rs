@@ -52,6 +52,7 @@ pub async fn set(
         repeated: *repeated,
         revision: *revision,
         incarnation: keys.incarnation().to_string(),
+        ledger: keys.incarnation().ledger().to_owned(),
         sites_patched: *sites_patched,
         predicted_pause: predicted_pause.map(convert::duration),
         left_out: outs.iter().map(left_out).collect(),
@@ -83,6 +84,7 @@ pub async fn list(
         keys.find_kernel(deadline).await;
     }
     keys.adopt_ledger().await?;
+    let ledger = keys.incarnation().ledger().to_owned();
     let keys = keys.clone();
     // This reads the count of every claimed key.
     let page = blocking("the claims cannot be listed", move || {
@@ -97,6 +99,7 @@ pub async fn list(
             true => convert::to_u32(page.total),
             false => 0,
         },
+        ledger,
     })
 }
 

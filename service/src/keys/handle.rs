@@ -165,7 +165,11 @@ impl Keys {
 
     /// Returns the registration's description.
     pub fn describe(&self) -> Description {
-        self.shared.registry.describe()
+        let mut description = self.shared.registry.describe();
+        if !description.boot.is_empty() {
+            description.boot = self.shared.named_boot(description.boot);
+        }
+        description
     }
 
     /// Returns the incarnation of this service.

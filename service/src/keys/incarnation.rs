@@ -72,6 +72,13 @@ impl Incarnation {
         &self.name
     }
 
+    /// Returns the name of the ledger. A process that has lost the ledger of an earlier one has
+    /// another name for its own.
+    #[must_use]
+    pub fn ledger(&self) -> &str {
+        &self.holds_of
+    }
+
     /// Returns the first 8 digits, for ids.
     pub(super) fn short(&self) -> &str {
         &self.name[..8]

@@ -85,6 +85,8 @@ pub struct Description {
     pub build_id: String,
     /// See [`Registration`].
     pub generation: u64,
+    /// Name of the boot; empty if it is not known.
+    pub boot: String,
     /// Number of keys.
     pub keys: u32,
     /// Number of sites.
@@ -367,6 +369,7 @@ impl Registry {
         description.release.clone_from(&registration.release);
         description.build_id.clone_from(&registration.build_id);
         description.generation = registration.generation;
+        description.boot = registration.boot_identity();
         description.keys = count(registration.catalog.key_count());
         description.sites = count(registration.catalog.entry_count());
         description.modules = count(registration.modules.len());

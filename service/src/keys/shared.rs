@@ -130,12 +130,16 @@ impl Shared {
     }
 
     /// Returns the name of the guest's boot for clients.
+    pub fn boot_name(&self, registration: &Registration) -> String {
+        self.named_boot(registration.boot_identity())
+    }
+
+    /// Returns the name for clients of the boot that a registration has by this name.
     ///
     /// A copy has the boot of the guest that was saved, and an earlier state of its claims and
     /// generations. Under the same name, a client would assume that a change in one of the two
     /// guests was also made in the other.
-    pub fn boot_name(&self, registration: &Registration) -> String {
-        let name = registration.boot_identity();
+    pub fn named_boot(&self, name: String) -> String {
         match self.is_copy {
             true => format!("{name}-{}", self.incarnation),
             false => name,

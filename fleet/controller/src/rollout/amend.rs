@@ -99,6 +99,7 @@ impl Rollout {
         // If a guest that has confirmed its claims has no record of them, its release is not known.
         member.is_confirmed =
             earlier.is_confirmed && earlier.expires.is_none() && member.boot == earlier.boot;
+        member.ledger.clone_from(&earlier.ledger);
         self.raise(index);
         self.run.retries.remove(&index);
         self.set(index, State::Superseded);

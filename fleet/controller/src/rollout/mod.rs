@@ -72,6 +72,7 @@ pub use self::keys::{Claim, Guarded, KeySet, KeySets, Tracepoint, Want};
 pub use self::legal::{NotLegal, Verb};
 pub(crate) use self::machine::bounded;
 pub use self::machine::{Action, Step};
+pub(crate) use self::outcomes::LOST_LEDGER;
 pub use self::outcomes::{ClaimOutcome, Found, FoundClaims, GateAnswer, ReleaseOutcome};
 pub use self::policy::{
     AfterReboot, AgentLimits, Caps, ErrorsOf, Freeze, OnFailure, Policy, WaveGate, WaveGateKind,

@@ -13,8 +13,10 @@ const SOON: Millis = 600_000;
 /// The number of such events after which the guest is left as it is.
 const MAX_BOOTS: u32 = 3;
 /// The reason for a guest whose service has lost its record of claims confirmed in this boot.
-const LOST_LEDGER: &str =
+pub(crate) const LOST_LEDGER: &str =
     "its service has lost its record of the claims, so nobody knows whether they still hold";
+/// The reason for a guest whose service has its record, and no claims of the rollout in it.
+const ENDED: &str = "another client has ended its claims";
 
 /// The outcome of [`super::Action::Claim`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,6 +24,8 @@ pub enum ClaimOutcome {
     /// Every claim is made.
     Made {
         boot: String,
+        /// The record of the guest's service that has the claims; empty if it has no name.
+        ledger: String,
         pause_us: u64,
         /// The time after which the claims end by themselves.
         ttl: Option<Millis>,
@@ -37,6 +41,8 @@ pub enum ClaimOutcome {
         /// The guest has a record of all of them, and those that are not made have no effect at
         /// present.
         is_ineffective: bool,
+        /// The record of the guest's service, as in `Made`.
+        ledger: String,
         /// The time after which these end by themselves.
         ttl: Option<Millis>,
         why: String,
@@ -56,6 +62,8 @@ pub enum ClaimOutcome {
 pub struct Found {
     /// The guest's boot; empty if it is not known.
     pub boot: String,
+    /// The record of the guest's service; empty if it has no name.
+    pub ledger: String,
     pub claims: FoundClaims,
     /// The number of the rollout's claims that the guest has; `None` if its service does not count
     /// them.
@@ -126,6 +134,7 @@ impl Rollout {
         let state = match outcome {
             ClaimOutcome::Made {
                 boot,
+                ledger,
                 pause_us,
                 ttl,
             } => {
@@ -134,7 +143,7 @@ impl Rollout {
                 self.run.made.insert(index, (now, boots));
                 let member = &mut self.members[index];
                 member.boot = bounded(&boot);
-                member.confirm(ttl, now);
+                member.confirm(&ledger, ttl, now);
                 State::AsWanted { pause_us }
             }
             ClaimOutcome::Failed { failure, why } => {
@@ -147,6 +156,7 @@ impl Rollout {
             ClaimOutcome::NotMade {
                 has_claims,
                 is_ineffective,
+                ledger,
                 ttl,
                 why,
             } => {
@@ -159,7 +169,7 @@ impl Rollout {
                 // all of it has no record.
                 let member = &mut self.members[index];
                 match has_claims {
-                    true => member.confirm(ttl, now),
+                    true => member.confirm(&ledger, ttl, now),
                     false => member.is_confirmed = false,
                 }
                 let failure = match is_ineffective {
@@ -278,6 +288,7 @@ impl Rollout {
         let was_ineffective = self.members[index].state.is_ineffective();
         let Some(Found {
             boot,
+            ledger,
             claims,
             total,
         }) = found
@@ -299,14 +310,19 @@ impl Rollout {
         if !boot.is_empty() {
             let has_booted = boot != self.members[index].boot;
             let all = self.members[index].plan.set.claims().len();
+            let has_record = self.members[index].has_record(&boot, &ledger);
             match claims {
-                FoundClaims::None => self.has_none(index, &boot, now),
+                // A late message may have made the claims again, in another record.
+                _ if has_record == Some(false) => {
+                    self.ineffective(index, Failure::NoRecord, LOST_LEDGER, now);
+                }
+                FoundClaims::None => self.has_none(index, &boot, has_record.is_some(), now),
                 // The guest has booted between the reads of its claims and of its boot.
                 FoundClaims::Ineffective(_) | FoundClaims::Replaced(_) if has_booted => {
-                    self.has_none(index, &boot, now);
+                    self.has_none(index, &boot, false, now);
                 }
-                // The service has lost its record, and a late message of an earlier generation has
-                // made some of the claims again.
+                // A service that does not name its record has lost it, and a late message of an
+                // earlier generation has made some of the claims again.
                 FoundClaims::Made | FoundClaims::Replaced(_)
                     if total.is_some_and(|total| total < all) =>
                 {
@@ -372,7 +388,7 @@ impl Rollout {
     }
 
     /// Records that a guest has no claims. One that has booted since has lost them.
-    fn has_none(&mut self, index: usize, boot: &str, now: Millis) {
+    fn has_none(&mut self, index: usize, boot: &str, has_record: bool, now: Millis) {
         if self.has_expired(index, now) {
             return;
         }
@@ -382,6 +398,8 @@ impl Rollout {
         } else if self.members[index].expires.is_some() {
             // The guest ends the claims by its own clock.
             self.set(index, State::Released { void: true });
+        } else if has_record {
+            self.ineffective(index, Failure::Ineffective, ENDED, now);
         } else {
             self.ineffective(index, Failure::NoRecord, LOST_LEDGER, now);
         }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::keys::KeySet;
+use super::machine::bounded;
 use super::policy::Policy;
 
 /// The text of the timeline's entry for the start.
@@ -244,6 +245,9 @@ pub struct Member {
     pub boot: String,
     /// The guest has confirmed the claims in this boot.
     pub is_confirmed: bool,
+    /// The record of the guest's service that had the claims when they were confirmed; empty if the
+    /// service does not name its record.
+    pub ledger: String,
     /// The time at which the claims end by themselves, if the spec has a time for them.
     pub expires: Option<Millis>,
     /// The time for which the latest change stopped the guest. It stays after the change is undone.
@@ -266,6 +270,7 @@ impl Member {
             generation: 0,
             boot: String::new(),
             is_confirmed: false,
+            ledger: String::new(),
             expires: None,
             pause_us: None,
             since: None,
@@ -273,12 +278,21 @@ impl Member {
         }
     }
 
-    /// Records that the guest has a record of the claims. Their time begins with the first such
-    /// answer.
-    pub(super) fn confirm(&mut self, ttl: Option<Millis>, now: Millis) {
+    /// Records that the guest's service has the claims in this record. Their time begins with the
+    /// first such answer.
+    pub(super) fn confirm(&mut self, ledger: &str, ttl: Option<Millis>, now: Millis) {
         self.is_confirmed = true;
+        self.ledger = bounded(ledger);
         let expires = ttl.map(|ttl| now.saturating_add(ttl));
         self.expires = self.expires.or(expires);
+    }
+
+    /// Returns whether a service with this record, in this boot, has the record in which the claims
+    /// were confirmed; `None` if that is not known.
+    pub fn has_record(&self, boot: &str, ledger: &str) -> Option<bool> {
+        let is_known =
+            self.is_confirmed && self.boot == boot && !self.ledger.is_empty() && !ledger.is_empty();
+        is_known.then(|| self.ledger == ledger)
     }
 
     /// Returns whether the claims have ended by the spec's TTL.

@@ -116,6 +116,7 @@ fn found(boot: &str, claims: FoundClaims) -> Option<Found> {
     let total = None;
     Some(Found {
         boot,
+        ledger: String::new(),
         claims,
         total,
     })
@@ -124,6 +125,7 @@ fn found(boot: &str, claims: FoundClaims) -> Option<Found> {
 fn made(pause_us: u64) -> ClaimOutcome {
     ClaimOutcome::Made {
         boot: "boot-1".to_owned(),
+        ledger: String::new(),
         pause_us,
         ttl: None,
     }

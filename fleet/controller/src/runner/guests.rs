@@ -10,8 +10,8 @@ use tonic::Status;
 use crate::hosts::{Acting, CallError};
 use crate::plan::{Asks, not_made};
 use crate::rollout::{
-    ClaimOutcome, Failure, Found, FoundClaims, GateAnswer, Header, Health, Member, Millis,
-    ReleaseOutcome, Rollout, bounded,
+    ClaimOutcome, Failure, Found, FoundClaims, GateAnswer, Header, Health, LOST_LEDGER, Member,
+    Millis, ReleaseOutcome, Rollout, bounded,
 };
 use crate::spec::Duration;
 
@@ -91,7 +91,9 @@ impl<T> Answered<T> {
         now: Millis,
         record: impl FnOnce(&mut Rollout, usize, u64, T, Millis),
     ) {
-        if let Some(host) = self.moved {
+        // The guest may have moved again since an earlier generation.
+        let counts = rollout.members()[self.member].generation == self.generation;
+        if let Some(host) = self.moved.filter(|_| counts) {
             rollout.moved(self.member, host, now);
         }
         record(rollout, self.member, self.generation, self.outcome, now);
@@ -152,6 +154,14 @@ pub async fn claim(
     let request = || asks.claim(member, generation);
     let (answer, moved) = send(hosts, &asks.owner, member, request).await;
     let outcome = match answer {
+        // The claims are made in another record, which takes the references of before for the
+        // guest's own.
+        Ok(answer) if member.has_record(&answer.boot, &answer.ledger) == Some(false) => {
+            ClaimOutcome::Failed {
+                failure: Failure::NoRecord,
+                why: LOST_LEDGER.to_owned(),
+            }
+        }
         Ok(answer) => made(&answer, asks.ttl.map(Duration::millis)),
         Err(error) if error.has_booted => booted(hosts, asks, member, error).await,
         Err(error) => match error.seen {
@@ -278,6 +288,7 @@ impl Found {
             .filter(|total| *total > 0);
         Self {
             boot: answer.boot,
+            ledger: answer.ledger,
             claims,
             total,
         }
@@ -349,12 +360,20 @@ async fn booted(
 
 /// Returns the outcome of the end of a member's claims.
 fn ended(member: &Member, answer: &v1::SetClaimsResponse) -> ReleaseOutcome {
-    let is_confirmed = member.is_confirmed && answer.boot == member.boot;
-    // Claims that end by themselves may have ended.
-    let are_kept = is_confirmed && member.expires.is_none();
-    // A repeat has no results if the service has dropped them, or if there were none to begin with.
-    let may_be_dropped = answer.repeated && !member.has_no_record();
-    if answer.results.is_empty() && are_kept && !may_be_dropped {
+    let is_lost = match member.has_record(&answer.boot, &answer.ledger) {
+        Some(has_record) => !has_record,
+        // The service does not name its record.
+        None => {
+            let is_confirmed = member.is_confirmed && answer.boot == member.boot;
+            // Claims that end by themselves may have ended.
+            let are_kept = is_confirmed && member.expires.is_none();
+            // A repeat has no results if the service has dropped them, or if there were none to
+            // begin with.
+            let may_be_dropped = answer.repeated && !member.has_no_record();
+            answer.results.is_empty() && are_kept && !may_be_dropped
+        }
+    };
+    if is_lost {
         return ReleaseOutcome::Unknown;
     }
     // The guest's service retries by itself the keys that it could not return at once.
@@ -383,6 +402,7 @@ fn made(answer: &v1::SetClaimsResponse, ttl: Option<Millis>) -> ClaimOutcome {
     let partly = |why| ClaimOutcome::NotMade {
         has_claims,
         is_ineffective,
+        ledger: answer.ledger.clone(),
         ttl,
         why,
     };
@@ -390,6 +410,7 @@ fn made(answer: &v1::SetClaimsResponse, ttl: Option<Millis>) -> ClaimOutcome {
     match &not_made[..] {
         [] => ClaimOutcome::Made {
             boot: answer.boot.clone(),
+            ledger: answer.ledger.clone(),
             pause_us: answer.report.as_ref().map_or(0, pause_us),
             ttl,
         },

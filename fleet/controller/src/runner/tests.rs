@@ -37,6 +37,7 @@ fn the_time_of_claims_begins_with_the_answer() {
         generation: 1,
         outcome: ClaimOutcome::Made {
             boot: "boot-1".to_owned(),
+            ledger: String::new(),
             pause_us: 1,
             ttl: Some(2 * HOUR),
         },

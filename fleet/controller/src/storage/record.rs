@@ -101,6 +101,8 @@ struct StoredMember {
     generation: u64,
     boot: String,
     is_confirmed: bool,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    ledger: String,
     expires: Option<Millis>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pause_us: Option<u64>,
@@ -129,6 +131,7 @@ pub fn encode_member(member: &Member) -> Vec<u8> {
         generation: member.generation,
         boot: member.boot.clone(),
         is_confirmed: member.is_confirmed,
+        ledger: member.ledger.clone(),
         expires: member.expires,
         pause_us: member.pause_us,
         since: member.since,
@@ -152,6 +155,7 @@ pub fn decode_member(value: &[u8], sets: &KeySets) -> Result<Member, Unreadable>
         generation: member.generation,
         boot: member.boot,
         is_confirmed: member.is_confirmed,
+        ledger: member.ledger,
         expires: member.expires,
         pause_us: member.pause_us,
         since: member.since,

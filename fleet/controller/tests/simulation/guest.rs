@@ -112,8 +112,6 @@ pub struct Guest {
     /// The owners whose claims were lost with the ledger in this boot, if it was lost. Nothing can
     /// return their keys.
     pub orphans: Option<BTreeSet<String>>,
-    /// The owners whose release was answered again, without results, since the ledger was lost.
-    pub repeats: BTreeSet<String>,
     /// The number of boots and of ledgers lost. The service remembers nothing of an earlier one.
     pub epoch: u32,
     /// The latest generation of the other owners' claims.
@@ -238,7 +236,6 @@ impl Guest {
             speed: 2,
             is_full: false,
             orphans: None,
-            repeats: BTreeSet::new(),
             epoch: 1,
             generation: 0,
             service: None,
@@ -319,7 +316,6 @@ impl Guest {
         self.boots += 1;
         self.epoch += 1;
         self.orphans = None;
-        self.repeats.clear();
         self.changed.clear();
         self.others.clear();
         self.ends.clear();

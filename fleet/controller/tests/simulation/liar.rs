@@ -57,6 +57,7 @@ impl World {
             });
             return Ok(Answer::NotMade(v1::ListClaimsResponse {
                 claims: claims.collect(),
+                ledger: boot.clone(),
                 boot,
                 total: self.rng.u32(0..2),
                 ..v1::ListClaimsResponse::default()
@@ -92,6 +93,7 @@ impl World {
         });
         v1::SetClaimsResponse {
             results: results.collect(),
+            ledger: boot.clone(),
             boot,
             repeated: self.rng.bool(),
             generation: number,

@@ -26,8 +26,6 @@ pub struct Known {
     forgotten: BTreeSet<usize>,
     pub course: Course,
     pub reasons: Reasons,
-    /// The members whose guests have told that they have no record of the claims.
-    unrecorded: BTreeSet<usize>,
 }
 
 /// The part of a stored member that is compared with a call.
@@ -146,9 +144,6 @@ impl World {
                 let has_ended = member.has_expired(at) || known.course.is_over(index, ttl, right);
                 assert!(!has_ended, "member {index} is claimed after its time");
             }
-            if member.has_no_record() {
-                known.unrecorded.insert(index);
-            }
             if known.forgotten.contains(&index) {
                 let is_given_up = matches!(member.state, State::Forgotten | State::Superseded);
                 assert!(
@@ -210,8 +205,6 @@ impl World {
             if !request.claims.is_empty() && (answer.is_some() || kill != Kill::Never) {
                 // The service has a record of the claims again, or may have one.
                 orphans.remove(&request.owner);
-            } else if answer.is_some_and(|answer| answer.repeated && answer.results.is_empty()) {
-                guest.repeats.insert(request.owner.clone());
             }
         }
         let (epoch, generation) = (guest.epoch, request.generation);
@@ -473,15 +466,8 @@ impl World {
                 let is_released = matches!(member.state, State::Released { .. });
                 is_released && member.is_confirmed && member.expires.is_none()
             });
-            let number = member.and_then(|member| number_of(rollout, member));
-            let known = self.oracle.rollouts.get(&owner);
-            let is_told = known.is_some_and(|known| {
-                number.is_some_and(|number| known.unrecorded.contains(&number))
-            });
-            // The answer to a repeat does not tell, if no other answer has arrived before it.
-            let is_known = is_told || !self.guests[index].repeats.contains(&owner);
             assert!(
-                !is_taken_back || !is_known || !orphans.contains(&owner),
+                !is_taken_back || !orphans.contains(&owner),
                 "guest {index} has lost its ledger, and its claims of {owner} are taken back"
             );
             return;

@@ -83,6 +83,12 @@ impl Reasons {
     }
 }
 
+/// Returns whether a service with this record does not have the claims that the member has
+/// confirmed in this boot.
+fn has_lost(member: &Member, boot: &str, ledger: &str) -> bool {
+    member.is_confirmed && member.boot == boot && member.ledger != ledger
+}
+
 fn is_wanted(member: &Member) -> bool {
     matches!(
         member.state,
@@ -100,11 +106,13 @@ impl Driver {
                 told.map(|told| Fact::Guest(of.member, told))
             }
             Outcome::Checked(of) => of.outcome.as_ref().and_then(|found| {
+                let member = &self.rollout.members()[of.member];
                 let has_failed = match found.claims {
+                    _ if has_lost(member, &found.boot, &found.ledger) => true,
                     FoundClaims::Ineffective(_) | FoundClaims::Replaced(_) => true,
-                    FoundClaims::None => found.boot == self.rollout.members()[of.member].boot,
+                    FoundClaims::None => found.boot == member.boot,
                     FoundClaims::Made | FoundClaims::Unclear => {
-                        let all = self.rollout.members()[of.member].plan.set.claims().len();
+                        let all = member.plan.set.claims().len();
                         found.total.is_some_and(|total| total < all)
                     }
                 };
@@ -143,7 +151,11 @@ impl World {
                     let result = results.find(|result| result.key == claim.key);
                     result.is_some_and(|result| result.state() == v1::ClaimState::Made)
                 };
-                match request.claims.iter().all(is_made) {
+                let mut members = driver.rollout.members().iter();
+                let has_lost = members.any(|member| {
+                    member.guest == request.guest && has_lost(member, &answer.boot, &answer.ledger)
+                });
+                match !has_lost && request.claims.iter().all(is_made) {
                     true => Told::Made {
                         is_paused: answer.report.is_some(),
                     },

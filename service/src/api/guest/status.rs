@@ -45,6 +45,7 @@ pub fn status(guest: &ServedGuest, registration: Description) -> v1::GuestStatus
         generation: registration.generation,
         agent_connected: guest.tracer.link.is_connected(),
         incarnation: guest.keys.incarnation().to_string(),
+        boot: registration.boot,
     }
 }
 

@@ -298,6 +298,7 @@ fn claims_that_have_ended_by_themselves_are_not_made_again() {
     for index in [0, 1] {
         let made = ClaimOutcome::Made {
             boot: "boot-1".to_owned(),
+            ledger: String::new(),
             pause_us: 1,
             ttl: Some(500_000),
         };
@@ -433,6 +434,7 @@ fn a_guest_confirms_its_claims_until_it_refuses_all_of_them_and_their_time_begin
         let outcome = ClaimOutcome::NotMade {
             has_claims,
             is_ineffective: false,
+            ledger: String::new(),
             ttl: Some(500_000),
             why: "refused".to_owned(),
         };
@@ -455,6 +457,7 @@ fn claims_that_end_by_themselves_do_so_as_late_after_a_jump_of_the_clock() {
         rollout.step(now);
         let ends = ClaimOutcome::Made {
             boot: "boot-1".to_owned(),
+            ledger: String::new(),
             pause_us: 1,
             ttl: Some(500_000),
         };

@@ -239,3 +239,34 @@ fn claims_that_a_module_took_along_are_made_again_under_the_caps() {
     rollout.checked(0, generation, replaced(), now);
     assert_eq!(claims(&rollout.step(now + 300_000)), [0]);
 }
+
+#[test]
+fn claims_in_another_record_are_not_those_that_were_confirmed() {
+    let mut rollout = started(&[2], Policy::default());
+    rollout.step(0);
+    for index in [0, 1] {
+        let made = ClaimOutcome::Made {
+            boot: "boot-1".to_owned(),
+            ledger: "record-1".to_owned(),
+            pause_us: 10,
+            ttl: None,
+        };
+        claimed(&mut rollout, index, made, 0);
+    }
+    let found = |ledger: &str, claims| {
+        let ledger = ledger.to_owned();
+        found("boot-1", claims).map(|found| Found { ledger, ..found })
+    };
+    rollout.checked(0, 1, found("record-1", FoundClaims::Made), 10);
+    assert!(matches!(rollout.members()[0].state, State::AsWanted { .. }));
+    rollout.checked(0, 1, found("record-2", FoundClaims::Made), 20);
+    assert!(rollout.members()[0].state.has_lost_record());
+    // Another client of the same principal has replaced the set by an empty one.
+    rollout.checked(1, 1, found("record-1", FoundClaims::None), 20);
+    assert_eq!(
+        rollout.members()[1].state.failure(),
+        Some(Failure::Ineffective)
+    );
+    rollout.checked(1, 1, found("record-1", FoundClaims::Made), 30);
+    assert!(matches!(rollout.members()[1].state, State::AsWanted { .. }));
+}

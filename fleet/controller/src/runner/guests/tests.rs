@@ -164,6 +164,7 @@ fn a_guest_that_makes_no_claim_has_no_record() {
                 is_ineffective,
                 ttl,
                 why,
+                ..
             } => {
                 let found = ((has_claims, is_ineffective), ttl);
                 assert_eq!(found, (expected, Some(7)), "{states:?}: {why}");
@@ -292,4 +293,50 @@ fn an_end_of_claims_that_the_guest_knows_nothing_of_is_not_confirmed() {
     ] {
         assert_eq!(ended(&other, &answer(vec![], false)), released(true));
     }
+}
+
+#[tokio::test]
+async fn the_name_of_the_record_tells_whether_the_guest_still_has_it() {
+    let member = Member {
+        is_confirmed: true,
+        generation: 2,
+        boot: "boot-1".to_owned(),
+        ledger: "record-1".to_owned(),
+        state: State::Releasing { why: String::new() },
+        ..Member::new("host-0", "web-0")
+    };
+    let answer = |boot: &str, ledger: &str, results, repeated| v1::SetClaimsResponse {
+        boot: boot.to_owned(),
+        ledger: ledger.to_owned(),
+        results,
+        repeated,
+        ..v1::SetClaimsResponse::default()
+    };
+    let made = || {
+        vec![v1::ClaimResult {
+            want: v1::ClaimWant::On.into(),
+            state: v1::ClaimState::Made.into(),
+            ..v1::ClaimResult::default()
+        }]
+    };
+    // A later generation, whose answer was lost, was refused for every key.
+    for repeated in [false, true] {
+        let kept = answer("boot-1", "record-1", vec![], repeated);
+        let void = !repeated;
+        assert_eq!(ended(&member, &kept), ReleaseOutcome::Released { void });
+    }
+    // A late message has made the claims in the record of another service.
+    let lost = answer("boot-1", "record-2", made(), false);
+    assert_eq!(ended(&member, &lost), ReleaseOutcome::Unknown);
+    let timed = Member {
+        expires: Some(7),
+        ..member.clone()
+    };
+    let lost = answer("boot-1", "record-2", vec![], false);
+    assert_eq!(ended(&timed, &lost), ReleaseOutcome::Unknown);
+    let booted = answer("boot-2", "record-2", vec![], false);
+    let released = ReleaseOutcome::Released { void: true };
+    assert_eq!(ended(&member, &booted), released);
+    let unnamed = answer("boot-1", "", vec![], false);
+    assert_eq!(ended(&member, &unnamed), ReleaseOutcome::Unknown);
 }

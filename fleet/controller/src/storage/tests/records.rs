@@ -76,6 +76,7 @@ fn samples(run: &str) -> Vec<Rollout> {
         member.generation = 4;
         member.boot = "0123456789abcdef".to_owned();
         member.is_confirmed = true;
+        member.ledger = "89abcdef".to_owned();
         member.expires = Some(1_800_000_500_000);
     }
     members[1].health = Some(Health {

@@ -256,8 +256,13 @@ async fn holds_claims_and_expiries_continue() {
         .await
         .expect("made");
     let (holds, claims) = (first.holds().await, first.claims().await);
+    let ledger = first.keys.incarnation().ledger().to_owned();
     drop(first);
     let second = serve(&guest, &place);
+    assert_eq!(second.keys.incarnation().ledger(), ledger);
+    let without = serve(&guest, &Place::default());
+    assert_ne!(without.keys.incarnation().ledger(), ledger);
+    drop(without);
     assert_eq!(second.holds().await, holds, "with their ids");
     assert_eq!(second.claims().await, claims);
     assert_eq!(claims, [("beta".to_owned(), "a".to_owned(), Verdict::Made)]);
