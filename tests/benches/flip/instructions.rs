@@ -278,7 +278,7 @@ async fn refuse_at_gate(guest: &mut Guest) -> Result<()> {
         retry_timeout: Some(PATIENCE.try_into()?),
         ..Default::default()
     };
-    let mut row = Row::new(guest, "refused: a closed gate, after 1,000 of waiting");
+    let mut row = Row::new(guest, "refused: a closed gate, after waiting for 1 ms");
     for _ in 0..WARM_UP + ROUNDS {
         row.start_after_warm_up(WARM_UP);
         let mut client = guest.static_keys();
