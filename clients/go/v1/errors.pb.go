@@ -152,6 +152,9 @@ const (
 	// FAILED_PRECONDITION. The file that keeps holds and claims cannot be written, and
 	// without it nothing is changed.
 	ErrorReason_ERROR_REASON_LEDGER_UNWRITABLE ErrorReason = 68
+	// FAILED_PRECONDITION. The service does not have the ledger in which the owner's claims
+	// were made, so nobody knows whether they are still in effect; nothing changed.
+	ErrorReason_ERROR_REASON_LEDGER_LOST ErrorReason = 69
 	// OUT_OF_RANGE. The revision is no longer kept. List again, and watch from the list's
 	// revision + 1. The metadata "oldest_revision" is the oldest revision that is kept.
 	ErrorReason_ERROR_REASON_REVISION_COMPACTED ErrorReason = 70
@@ -246,6 +249,7 @@ var (
 		66: "ERROR_REASON_BOOT_CHANGED",
 		67: "ERROR_REASON_TOO_MANY_CLAIMS",
 		68: "ERROR_REASON_LEDGER_UNWRITABLE",
+		69: "ERROR_REASON_LEDGER_LOST",
 		70: "ERROR_REASON_REVISION_COMPACTED",
 		71: "ERROR_REASON_REVISION_IN_FUTURE",
 		72: "ERROR_REASON_INCARNATION_CHANGED",
@@ -316,6 +320,7 @@ var (
 		"ERROR_REASON_BOOT_CHANGED":             66,
 		"ERROR_REASON_TOO_MANY_CLAIMS":          67,
 		"ERROR_REASON_LEDGER_UNWRITABLE":        68,
+		"ERROR_REASON_LEDGER_LOST":              69,
 		"ERROR_REASON_REVISION_COMPACTED":       70,
 		"ERROR_REASON_REVISION_IN_FUTURE":       71,
 		"ERROR_REASON_INCARNATION_CHANGED":      72,
@@ -472,7 +477,7 @@ var File_patchbay_v1_errors_proto protoreflect.FileDescriptor
 
 const file_patchbay_v1_errors_proto_rawDesc = "" +
 	"\n" +
-	"\x18patchbay/v1/errors.proto\x12\vpatchbay.v1*\xca\x11\n" +
+	"\x18patchbay/v1/errors.proto\x12\vpatchbay.v1*\xe8\x11\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12!\n" +
 	"\x1dERROR_REASON_INVALID_ARGUMENT\x10\x01\x12\"\n" +
@@ -524,7 +529,8 @@ const file_patchbay_v1_errors_proto_rawDesc = "" +
 	"\x1cERROR_REASON_INTENT_MISMATCH\x10A\x12\x1d\n" +
 	"\x19ERROR_REASON_BOOT_CHANGED\x10B\x12 \n" +
 	"\x1cERROR_REASON_TOO_MANY_CLAIMS\x10C\x12\"\n" +
-	"\x1eERROR_REASON_LEDGER_UNWRITABLE\x10D\x12#\n" +
+	"\x1eERROR_REASON_LEDGER_UNWRITABLE\x10D\x12\x1c\n" +
+	"\x18ERROR_REASON_LEDGER_LOST\x10E\x12#\n" +
 	"\x1fERROR_REASON_REVISION_COMPACTED\x10F\x12#\n" +
 	"\x1fERROR_REASON_REVISION_IN_FUTURE\x10G\x12$\n" +
 	" ERROR_REASON_INCARNATION_CHANGED\x10H\x12\x1f\n" +

@@ -563,8 +563,8 @@ type GuestStatus struct {
 	// The random id of the process that serves the guest. Revisions, plans, holds and
 	// etags of another incarnation are not valid.
 	Incarnation string `protobuf:"bytes,11,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
-	// The guest's boot. Another process that serves the same guest gives it the same name. Empty if
-	// it is not known.
+	// The name of the guest's boot, which every process that serves the guest in this boot
+	// reports. Empty if it is not known.
 	Boot          string `protobuf:"bytes,12,opt,name=boot,proto3" json:"boot,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -3663,9 +3663,15 @@ type SetClaimsRequest struct {
 	// different owners on one key, so owners may make their claims again in any order, as
 	// after a boot of the guest. A claim that the owner has already keeps its place. If unset,
 	// the new claims are the newest. A time in the future counts as now.
-	MadeAt        *timestamppb.Timestamp `protobuf:"bytes,14,opt,name=made_at,json=madeAt,proto3" json:"made_at,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	MadeAt *timestamppb.Timestamp `protobuf:"bytes,14,opt,name=made_at,json=madeAt,proto3" json:"made_at,omitempty"`
+	// If not empty, the claims are made only in the ledger of this name, and only if it has
+	// a request of this owner with `after_generation` or a later generation as made.
+	// Otherwise the answer is LEDGER_LOST: new claims would take the references of the
+	// earlier ones for the guest's own.
+	Ledger          string `protobuf:"bytes,15,opt,name=ledger,proto3" json:"ledger,omitempty"`
+	AfterGeneration uint64 `protobuf:"varint,16,opt,name=after_generation,json=afterGeneration,proto3" json:"after_generation,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *SetClaimsRequest) Reset() {
@@ -3796,6 +3802,20 @@ func (x *SetClaimsRequest) GetMadeAt() *timestamppb.Timestamp {
 	return nil
 }
 
+func (x *SetClaimsRequest) GetLedger() string {
+	if x != nil {
+		return x.Ledger
+	}
+	return ""
+}
+
+func (x *SetClaimsRequest) GetAfterGeneration() uint64 {
+	if x != nil {
+		return x.AfterGeneration
+	}
+	return 0
+}
+
 type SetClaimsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The claimed keys, then the keys whose claims have ended, both ordered by name. Empty
@@ -3829,12 +3849,15 @@ type SetClaimsResponse struct {
 	// The guarded keys among the claimed ones, ordered by name. It is set only with
 	// `validate_only` and `allow_guarded`.
 	Guarded []*GuardedKey `protobuf:"bytes,13,rep,name=guarded,proto3" json:"guarded,omitempty"`
-	// Names the service's record of the claims and holds of this boot. Another process that
-	// continues the record gives it the same name. Under another name in the same boot, the record
-	// was lost, and nobody knows whether the claims of before still hold.
-	Ledger        string `protobuf:"bytes,14,opt,name=ledger,proto3" json:"ledger,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// The name of the ledger in which the service keeps claims and holds. A process that
+	// continues the ledger keeps its name. If the name changes within one boot, the earlier
+	// ledger was lost, and the claims in it may or may not still be in effect.
+	Ledger string `protobuf:"bytes,14,opt,name=ledger,proto3" json:"ledger,omitempty"`
+	// The highest earlier generation of the owner that this ledger has as made in this boot;
+	// 0 if there is none.
+	GenerationBefore uint64 `protobuf:"varint,15,opt,name=generation_before,json=generationBefore,proto3" json:"generation_before,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *SetClaimsResponse) Reset() {
@@ -3963,6 +3986,13 @@ func (x *SetClaimsResponse) GetLedger() string {
 		return x.Ledger
 	}
 	return ""
+}
+
+func (x *SetClaimsResponse) GetGenerationBefore() uint64 {
+	if x != nil {
+		return x.GenerationBefore
+	}
+	return 0
 }
 
 // A guarded key that a call may change.
@@ -5280,7 +5310,7 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\bKeyClaim\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12*\n" +
 	"\x04want\x18\x02 \x01(\x0e2\x16.patchbay.v1.ClaimWantR\x04want\x12\x1a\n" +
-	"\bpatterns\x18\x03 \x03(\tR\bpatterns\"\xaa\x04\n" +
+	"\bpatterns\x18\x03 \x03(\tR\bpatterns\"\xed\x04\n" +
 	"\x10SetClaimsRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x14\n" +
 	"\x05owner\x18\x02 \x01(\tR\x05owner\x12\x1e\n" +
@@ -5298,7 +5328,9 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\x06reason\x18\v \x01(\tR\x06reason\x12<\n" +
 	"\fstop_timeout\x18\f \x01(\v2\x19.google.protobuf.DurationR\vstopTimeout\x12>\n" +
 	"\rretry_timeout\x18\r \x01(\v2\x19.google.protobuf.DurationR\fretryTimeout\x123\n" +
-	"\amade_at\x18\x0e \x01(\v2\x1a.google.protobuf.TimestampR\x06madeAt\"\xb1\x04\n" +
+	"\amade_at\x18\x0e \x01(\v2\x1a.google.protobuf.TimestampR\x06madeAt\x12\x16\n" +
+	"\x06ledger\x18\x0f \x01(\tR\x06ledger\x12)\n" +
+	"\x10after_generation\x18\x10 \x01(\x04R\x0fafterGeneration\"\xde\x04\n" +
 	"\x11SetClaimsResponse\x122\n" +
 	"\aresults\x18\x01 \x03(\v2\x18.patchbay.v1.ClaimResultR\aresults\x12\x1e\n" +
 	"\n" +
@@ -5317,7 +5349,8 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\x0fpredicted_pause\x18\v \x01(\v2\x19.google.protobuf.DurationR\x0epredictedPause\x12/\n" +
 	"\bleft_out\x18\f \x03(\v2\x14.patchbay.v1.LeftOutR\aleftOut\x121\n" +
 	"\aguarded\x18\r \x03(\v2\x17.patchbay.v1.GuardedKeyR\aguarded\x12\x16\n" +
-	"\x06ledger\x18\x0e \x01(\tR\x06ledger\"K\n" +
+	"\x06ledger\x18\x0e \x01(\tR\x06ledger\x12+\n" +
+	"\x11generation_before\x18\x0f \x01(\x04R\x10generationBefore\"K\n" +
 	"\n" +
 	"GuardedKey\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12+\n" +

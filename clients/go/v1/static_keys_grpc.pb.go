@@ -141,7 +141,7 @@ type StaticKeysServiceClient interface {
 	// Replaces the claims of an owner: one transaction, one pause. Keys that cannot be changed are
 	// left out, each with its own answer; of the other keys, all are changed or none. An empty set
 	// ends the claims that the owner has, whatever the outcome of its earlier calls. Errors:
-	// GENERATION_STALE, INTENT_MISMATCH, BOOT_CHANGED, TOO_MANY_CLAIMS.
+	// GENERATION_STALE, INTENT_MISMATCH, BOOT_CHANGED, LEDGER_LOST, TOO_MANY_CLAIMS.
 	SetClaims(ctx context.Context, in *SetClaimsRequest, opts ...grpc.CallOption) (*SetClaimsResponse, error)
 	// Lists claims, ordered by key. The claims on one key are ordered from the oldest to the newest.
 	ListClaims(ctx context.Context, in *ListClaimsRequest, opts ...grpc.CallOption) (*ListClaimsResponse, error)
@@ -433,7 +433,7 @@ type StaticKeysServiceServer interface {
 	// Replaces the claims of an owner: one transaction, one pause. Keys that cannot be changed are
 	// left out, each with its own answer; of the other keys, all are changed or none. An empty set
 	// ends the claims that the owner has, whatever the outcome of its earlier calls. Errors:
-	// GENERATION_STALE, INTENT_MISMATCH, BOOT_CHANGED, TOO_MANY_CLAIMS.
+	// GENERATION_STALE, INTENT_MISMATCH, BOOT_CHANGED, LEDGER_LOST, TOO_MANY_CLAIMS.
 	SetClaims(context.Context, *SetClaimsRequest) (*SetClaimsResponse, error)
 	// Lists claims, ordered by key. The claims on one key are ordered from the oldest to the newest.
 	ListClaims(context.Context, *ListClaimsRequest) (*ListClaimsResponse, error)

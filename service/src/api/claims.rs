@@ -31,6 +31,7 @@ pub async fn set(
     let outcome = keys.set_claims(request).await?;
     let ClaimsOutcome {
         boot,
+        generation_before,
         intent_digest,
         plan_digest,
         keys: answers,
@@ -53,6 +54,7 @@ pub async fn set(
         revision: *revision,
         incarnation: keys.incarnation().to_string(),
         ledger: keys.incarnation().ledger().to_owned(),
+        generation_before: *generation_before,
         sites_patched: *sites_patched,
         predicted_pause: predicted_pause.map(convert::duration),
         left_out: outs.iter().map(left_out).collect(),
@@ -117,10 +119,12 @@ fn claims_request(
     let ttl = hold_ttl("ttl", request.ttl)?;
     let validate_only = std::mem::take(&mut request.validate_only);
     let made_at = request.made_at.take().map(time).transpose()?;
-    // The guest's name, its boot, the reason and the times do not count when a repeat is
-    // recognised, because another controller may give others.
+    // The guest's name, its boot, the ledger, the reason and the times do not count when a repeat
+    // is recognised, because another controller may give others.
     request.guest.clear();
     let boot = std::mem::take(&mut request.boot);
+    let ledger = std::mem::take(&mut request.ledger);
+    let after = std::mem::take(&mut request.after_generation);
     let reason = std::mem::take(&mut request.reason);
     request
         .claims
@@ -139,6 +143,7 @@ fn claims_request(
         generation: request.generation,
         content,
         boot,
+        after: Some((ledger, after)).filter(|(ledger, _)| !ledger.is_empty()),
         intent_digest: request.intent_digest,
         ttl,
         made_at,

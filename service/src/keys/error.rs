@@ -328,6 +328,8 @@ pub enum ClaimRefusal {
     IntentMismatch,
     /// The guest has booted again.
     BootChanged,
+    /// The ledger does not have the owner's earlier claims.
+    LedgerLost,
     /// There are too many owners or claims.
     TooMany,
     /// The ledger cannot be written.
@@ -465,6 +467,7 @@ impl KeysError {
                 ClaimRefusal::GenerationStale => "GENERATION_STALE",
                 ClaimRefusal::IntentMismatch => "INTENT_MISMATCH",
                 ClaimRefusal::BootChanged => "BOOT_CHANGED",
+                ClaimRefusal::LedgerLost => "LEDGER_LOST",
                 ClaimRefusal::TooMany => "TOO_MANY_CLAIMS",
                 ClaimRefusal::LedgerUnwritable => "LEDGER_UNWRITABLE",
             },

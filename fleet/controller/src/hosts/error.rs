@@ -48,6 +48,7 @@ impl CallError {
             "CERTIFICATE_REFUSED" | "PRINCIPAL_NOT_TRUSTED" => Failure::Unknown,
             // The guest may be on its way to another host, or its daemon is just starting.
             "GUEST_NOT_FOUND" => Failure::Unknown,
+            "LEDGER_LOST" => Failure::NoRecord,
             "INTERNAL" | "CANCELLED" | "ENDPOINT_ENDING" | "WRITE_FAULT" => Failure::Unknown,
             _ if status.code() == Code::Unavailable => Failure::Unknown,
             _ => Failure::Refused,

@@ -137,9 +137,15 @@ impl Asks {
             want: claim.want.to_proto().into(),
             ..v1::KeyClaim::default()
         });
+        // New claims would take the references of lost ones for the guest's own.
+        let record = member.confirmed_record(&member.boot);
         v1::SetClaimsRequest {
             intent_digest: set.intent_digest().to_owned(),
             boot: member.boot.clone(),
+            ledger: record
+                .map(|record| record.ledger.clone())
+                .unwrap_or_default(),
+            after_generation: record.map_or(0, |record| record.generation),
             ..self.request(&member.guest, generation, claims.collect())
         }
     }

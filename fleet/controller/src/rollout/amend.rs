@@ -36,7 +36,7 @@ impl Rollout {
         let current = self.current();
         added.retain_mut(|member| {
             let earlier = current.get(&guest(member));
-            earlier.is_none_or(|&earlier| self.supersede(earlier, member))
+            earlier.is_none_or(|&earlier| self.supersede(earlier, member, now))
         });
         let (first, count) = (self.members.len(), added.len());
         if count == 0 {
@@ -87,7 +87,7 @@ impl Rollout {
 
     /// Replaces the earlier member of the same guest. The new member continues its generation.
     /// Returns false and changes nothing if the earlier one is being changed or waits for its wave.
-    fn supersede(&mut self, index: usize, member: &mut Member) -> bool {
+    fn supersede(&mut self, index: usize, member: &mut Member, now: Millis) -> bool {
         let earlier = &self.members[index];
         if matches!(earlier.state, State::Pending | State::Claiming { .. }) {
             return false;
@@ -97,9 +97,13 @@ impl Rollout {
             member.boot.clone_from(&earlier.boot);
         }
         // If a guest that has confirmed its claims has no record of them, its release is not known.
-        member.is_confirmed =
-            earlier.is_confirmed && earlier.expires.is_none() && member.boot == earlier.boot;
-        member.ledger.clone_from(&earlier.ledger);
+        // Without the name of the record, nobody knows whether claims with a TTL still exist.
+        let is_lasting = match earlier.record {
+            Some(_) => !earlier.has_expired(now),
+            None => earlier.expires.is_none(),
+        };
+        member.is_confirmed = earlier.is_confirmed && is_lasting && member.boot == earlier.boot;
+        member.record.clone_from(&earlier.record);
         self.raise(index);
         self.run.retries.remove(&index);
         self.set(index, State::Superseded);

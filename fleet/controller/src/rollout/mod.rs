@@ -72,7 +72,6 @@ pub use self::keys::{Claim, Guarded, KeySet, KeySets, Tracepoint, Want};
 pub use self::legal::{NotLegal, Verb};
 pub(crate) use self::machine::bounded;
 pub use self::machine::{Action, Step};
-pub(crate) use self::outcomes::LOST_LEDGER;
 pub use self::outcomes::{ClaimOutcome, Found, FoundClaims, GateAnswer, ReleaseOutcome};
 pub use self::policy::{
     AfterReboot, AgentLimits, Caps, ErrorsOf, Freeze, OnFailure, Policy, WaveGate, WaveGateKind,
@@ -80,6 +79,6 @@ pub use self::policy::{
 pub use self::standing::{GateStanding, NextStep, Standing};
 pub(crate) use self::state::NO_RECORD;
 pub use self::state::{
-    Changes, End, Event, Failure, Header, Health, LeftOut, Member, Millis, Phase, Plan, Rollout,
-    Stage, State, TimelineEntry, Wave,
+    Changes, End, Event, Failure, Header, Health, LeftOut, Member, Millis, Phase, Plan, Record,
+    Rollout, Stage, State, TimelineEntry, Wave,
 };

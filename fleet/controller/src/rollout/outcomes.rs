@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use super::machine::{BACKOFF, MAX_ATTEMPTS, MAX_BACKOFF, MAX_GENERATION, bounded};
 use super::policy::AfterReboot;
-use super::state::{Event, Failure, Member, Millis, Phase, Rollout, Stage, State};
+use super::state::{Event, Failure, Member, Millis, Phase, Record, Rollout, Stage, State};
 use crate::hosts::Changed;
 
 /// The time within which a guest boots, or loads a module again, soon after its change.
@@ -13,10 +13,8 @@ const SOON: Millis = 600_000;
 /// The number of such events after which the guest is left as it is.
 const MAX_BOOTS: u32 = 3;
 /// The reason for a guest whose service has lost its record of claims confirmed in this boot.
-pub(crate) const LOST_LEDGER: &str =
+const LOST_LEDGER: &str =
     "its service has lost its record of the claims, so nobody knows whether they still hold";
-/// The reason for a guest whose service has its record, and no claims of the rollout in it.
-const ENDED: &str = "another client has ended its claims";
 
 /// The outcome of [`super::Action::Claim`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -146,6 +144,16 @@ impl Rollout {
                 member.confirm(&ledger, ttl, now);
                 State::AsWanted { pause_us }
             }
+            // The guest has refused the claims, and nothing was changed.
+            ClaimOutcome::Failed {
+                failure: Failure::NoRecord,
+                ..
+            } => {
+                self.put_off(index, now);
+                self.ineffective(index, Failure::NoRecord, LOST_LEDGER, now);
+                self.check_errors(now);
+                return;
+            }
             ClaimOutcome::Failed { failure, why } => {
                 let attempts = self.put_off(index, now);
                 if failure == Failure::Unknown && attempts < MAX_ATTEMPTS && !again {
@@ -243,6 +251,11 @@ impl Rollout {
                     self.set(index, State::Releasing { why });
                 }
             }
+            // The service has ended the claims by its own clock.
+            ReleaseOutcome::Unknown if self.members[index].has_expired(now) => {
+                self.run.retries.remove(&index);
+                self.set(index, State::Released { void: true });
+            }
             ReleaseOutcome::Unknown => {
                 // The answer to a repeat would be taken for a confirmation.
                 self.raise(index);
@@ -310,16 +323,17 @@ impl Rollout {
         if !boot.is_empty() {
             let has_booted = boot != self.members[index].boot;
             let all = self.members[index].plan.set.claims().len();
-            let has_record = self.members[index].has_record(&boot, &ledger);
             match claims {
                 // A late message may have made the claims again, in another record.
-                _ if has_record == Some(false) => {
-                    self.ineffective(index, Failure::NoRecord, LOST_LEDGER, now);
+                _ if self.members[index].has_lost_record(&boot, &ledger) => {
+                    if !self.has_expired(index, now) {
+                        self.ineffective(index, Failure::NoRecord, LOST_LEDGER, now);
+                    }
                 }
-                FoundClaims::None => self.has_none(index, &boot, has_record.is_some(), now),
+                FoundClaims::None => self.has_none(index, &boot, now),
                 // The guest has booted between the reads of its claims and of its boot.
                 FoundClaims::Ineffective(_) | FoundClaims::Replaced(_) if has_booted => {
-                    self.has_none(index, &boot, false, now);
+                    self.has_none(index, &boot, now);
                 }
                 // A service that does not name its record has lost it, and a late message of an
                 // earlier generation has made some of the claims again.
@@ -331,6 +345,12 @@ impl Rollout {
                 FoundClaims::Made if was_ineffective => {
                     let pause_us = self.members[index].pause().unwrap_or(0);
                     self.set(index, State::AsWanted { pause_us });
+                }
+                // Claims that were confirmed before their service named its record.
+                FoundClaims::Made if total == Some(all) && self.members[index].record.is_none() => {
+                    let member = &mut self.members[index];
+                    member.record = Record::new(&ledger, member.generation);
+                    self.run.changed.insert(index);
                 }
                 FoundClaims::Made | FoundClaims::Unclear => {}
                 // The cause may be short-lived, such as a module that is being loaded again.
@@ -388,7 +408,7 @@ impl Rollout {
     }
 
     /// Records that a guest has no claims. One that has booted since has lost them.
-    fn has_none(&mut self, index: usize, boot: &str, has_record: bool, now: Millis) {
+    fn has_none(&mut self, index: usize, boot: &str, now: Millis) {
         if self.has_expired(index, now) {
             return;
         }
@@ -398,8 +418,6 @@ impl Rollout {
         } else if self.members[index].expires.is_some() {
             // The guest ends the claims by its own clock.
             self.set(index, State::Released { void: true });
-        } else if has_record {
-            self.ineffective(index, Failure::Ineffective, ENDED, now);
         } else {
             self.ineffective(index, Failure::NoRecord, LOST_LEDGER, now);
         }

@@ -227,6 +227,23 @@ pub struct Health {
     pub kernel_warnings: u64,
 }
 
+/// The record of a guest's service in which claims were confirmed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// The name that the service gives it.
+    pub ledger: String,
+    /// The generation of the claims.
+    pub generation: u64,
+}
+
+impl Record {
+    /// Returns `None` for a service that does not name its record.
+    pub(super) fn new(ledger: &str, generation: u64) -> Option<Self> {
+        let ledger = bounded(ledger);
+        (!ledger.is_empty()).then_some(Self { ledger, generation })
+    }
+}
+
 /// A guest of a rollout. The members of a wave are adjacent, and skipped ones come after the last
 /// wave.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -245,9 +262,9 @@ pub struct Member {
     pub boot: String,
     /// The guest has confirmed the claims in this boot.
     pub is_confirmed: bool,
-    /// The record of the guest's service that had the claims when they were confirmed; empty if the
-    /// service does not name its record.
-    pub ledger: String,
+    /// The record of the guest's service that has the claims; `None` if the service does not name
+    /// its record.
+    pub record: Option<Record>,
     /// The time at which the claims end by themselves, if the spec has a time for them.
     pub expires: Option<Millis>,
     /// The time for which the latest change stopped the guest. It stays after the change is undone.
@@ -270,7 +287,7 @@ impl Member {
             generation: 0,
             boot: String::new(),
             is_confirmed: false,
-            ledger: String::new(),
+            record: None,
             expires: None,
             pause_us: None,
             since: None,
@@ -282,17 +299,22 @@ impl Member {
     /// first such answer.
     pub(super) fn confirm(&mut self, ledger: &str, ttl: Option<Millis>, now: Millis) {
         self.is_confirmed = true;
-        self.ledger = bounded(ledger);
+        self.record = Record::new(ledger, self.generation);
         let expires = ttl.map(|ttl| now.saturating_add(ttl));
         self.expires = self.expires.or(expires);
     }
 
-    /// Returns whether a service with this record, in this boot, has the record in which the claims
-    /// were confirmed; `None` if that is not known.
-    pub fn has_record(&self, boot: &str, ledger: &str) -> Option<bool> {
-        let is_known =
-            self.is_confirmed && self.boot == boot && !self.ledger.is_empty() && !ledger.is_empty();
-        is_known.then(|| self.ledger == ledger)
+    /// Returns the record in which the claims were confirmed in this boot, if it has a name.
+    pub fn confirmed_record(&self, boot: &str) -> Option<&Record> {
+        let is_confirmed = self.is_confirmed && self.boot == boot;
+        self.record.as_ref().filter(|_| is_confirmed)
+    }
+
+    /// Returns whether a service has another record than the one in which the claims were confirmed
+    /// in this boot.
+    pub fn has_lost_record(&self, boot: &str, ledger: &str) -> bool {
+        let record = self.confirmed_record(boot);
+        record.is_some_and(|record| !ledger.is_empty() && record.ledger != bounded(ledger))
     }
 
     /// Returns whether the claims have ended by the spec's TTL.

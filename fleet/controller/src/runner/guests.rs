@@ -10,8 +10,8 @@ use tonic::Status;
 use crate::hosts::{Acting, CallError};
 use crate::plan::{Asks, not_made};
 use crate::rollout::{
-    ClaimOutcome, Failure, Found, FoundClaims, GateAnswer, Header, Health, LOST_LEDGER, Member,
-    Millis, ReleaseOutcome, Rollout, bounded,
+    ClaimOutcome, Failure, Found, FoundClaims, GateAnswer, Header, Health, Member, Millis,
+    ReleaseOutcome, Rollout, bounded,
 };
 use crate::spec::Duration;
 
@@ -154,14 +154,6 @@ pub async fn claim(
     let request = || asks.claim(member, generation);
     let (answer, moved) = send(hosts, &asks.owner, member, request).await;
     let outcome = match answer {
-        // The claims are made in another record, which takes the references of before for the
-        // guest's own.
-        Ok(answer) if member.has_record(&answer.boot, &answer.ledger) == Some(false) => {
-            ClaimOutcome::Failed {
-                failure: Failure::NoRecord,
-                why: LOST_LEDGER.to_owned(),
-            }
-        }
         Ok(answer) => made(&answer, asks.ttl.map(Duration::millis)),
         Err(error) if error.has_booted => booted(hosts, asks, member, error).await,
         Err(error) => match error.seen {
@@ -360,17 +352,24 @@ async fn booted(
 
 /// Returns the outcome of the end of a member's claims.
 fn ended(member: &Member, answer: &v1::SetClaimsResponse) -> ReleaseOutcome {
-    let is_lost = match member.has_record(&answer.boot, &answer.ledger) {
-        Some(has_record) => !has_record,
+    let is_empty = answer.results.is_empty();
+    let is_lost = match member.confirmed_record(&answer.boot) {
+        // The record may have the same name and be an earlier state of it, as after a snapshot was
+        // loaded. An empty one of a later generation is right: the guest may have refused all
+        // claims, and the answer was lost.
+        Some(record) if !answer.ledger.is_empty() => {
+            member.has_lost_record(&answer.boot, &answer.ledger)
+                || is_empty && answer.generation_before < record.generation
+        }
         // The service does not name its record.
-        None => {
+        _ => {
             let is_confirmed = member.is_confirmed && answer.boot == member.boot;
             // Claims that end by themselves may have ended.
             let are_kept = is_confirmed && member.expires.is_none();
             // A repeat has no results if the service has dropped them, or if there were none to
             // begin with.
             let may_be_dropped = answer.repeated && !member.has_no_record();
-            answer.results.is_empty() && are_kept && !may_be_dropped
+            is_empty && are_kept && !may_be_dropped
         }
     };
     if is_lost {

@@ -12,7 +12,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::rollout::{
-    Claim, Guarded, Health, KeySet, KeySets, Member, Millis, Phase, Plan, State, Tracepoint,
+    Claim, Guarded, Health, KeySet, KeySets, Member, Millis, Phase, Plan, Record, State, Tracepoint,
 };
 
 /// The version that this program writes, and the latest that it reads.
@@ -101,8 +101,8 @@ struct StoredMember {
     generation: u64,
     boot: String,
     is_confirmed: bool,
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    ledger: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    record: Option<Record>,
     expires: Option<Millis>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pause_us: Option<u64>,
@@ -131,7 +131,7 @@ pub fn encode_member(member: &Member) -> Vec<u8> {
         generation: member.generation,
         boot: member.boot.clone(),
         is_confirmed: member.is_confirmed,
-        ledger: member.ledger.clone(),
+        record: member.record.clone(),
         expires: member.expires,
         pause_us: member.pause_us,
         since: member.since,
@@ -155,7 +155,7 @@ pub fn decode_member(value: &[u8], sets: &KeySets) -> Result<Member, Unreadable>
         generation: member.generation,
         boot: member.boot,
         is_confirmed: member.is_confirmed,
-        ledger: member.ledger,
+        record: member.record,
         expires: member.expires,
         pause_us: member.pause_us,
         since: member.since,

@@ -59,6 +59,14 @@ async fn each_kind_of_drift_is_told_apart_and_only_a_key_is_fixed() {
     let report = compare(&replica, &running, Action::Report).await;
     let causes: Vec<Cause> = report.drifts.iter().map(|drift| drift.cause).collect();
     assert_eq!(causes, [Cause::Bytes, Cause::Unreachable]);
+
+    // The kernel withdraws its registration, as before a kexec.
+    assert_eq!(fleet.guests[3].unregister(), 0);
+    let report = compare(&replica, &running, Action::Report).await;
+    let withdrawn = report.drifts.iter().find(|drift| drift.guest == "web-3");
+    let withdrawn = withdrawn.map(|drift| (drift.cause, drift.actual.as_str()));
+    let why = "its kernel is not known, or has panicked";
+    assert_eq!(withdrawn, Some((Cause::Unreachable, why)));
 }
 
 /// Checks that `--fix` cuts its waves as the spec does, and that a report counts the guests that

@@ -106,7 +106,7 @@ impl World {
                     generation: 0,
                     boot: String::new(),
                     is_confirmed: false,
-                    ledger: String::new(),
+                    record: None,
                     expires: None,
                     state: State::Pending,
                     ..member.clone()

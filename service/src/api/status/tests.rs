@@ -48,6 +48,7 @@ fn claim_refusals() -> Vec<ClaimRefusal> {
         GenerationStale => GenerationStale,
         IntentMismatch => IntentMismatch,
         BootChanged => BootChanged,
+        LedgerLost => LedgerLost,
         TooMany => TooMany,
         LedgerUnwritable => LedgerUnwritable,
     }

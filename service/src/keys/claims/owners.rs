@@ -54,6 +54,19 @@ pub struct OwnerState {
     /// Time of this request; `None` if an earlier program has written the ledger.
     #[serde(default)]
     pub last: Option<SystemTime>,
+    /// The highest generation before this one whose request was made; 0 if there was none.
+    #[serde(default)]
+    pub before: u64,
+}
+
+impl OwnerState {
+    /// Returns the highest generation before this one whose request was made; 0 if there was none.
+    pub fn made_before(&self, generation: u64) -> u64 {
+        match self.answer {
+            Some(_) if self.generation < generation => self.generation,
+            _ => self.before,
+        }
+    }
 }
 
 /// The relation of a request to the earlier ones of its owner.
@@ -126,6 +139,7 @@ impl Claims {
             expires: None,
             answer: None,
             last: None,
+            before: 0,
         };
         Self {
             owners: owners.map(state).collect(),
@@ -220,6 +234,7 @@ impl Claims {
             Some(state) => {
                 state.last = Some(now);
                 if state.generation != generation {
+                    state.before = state.made_before(generation);
                     state.generation = generation;
                     state.content = content;
                     state.answer = None;
@@ -232,6 +247,7 @@ impl Claims {
                 expires: None,
                 answer: None,
                 last: Some(now),
+                before: 0,
             }),
         }
         Ok(())

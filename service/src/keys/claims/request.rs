@@ -33,6 +33,8 @@ pub struct ClaimsRequest {
     pub content: Content,
     /// The boot that the claims are for; not checked if empty.
     pub boot: String,
+    /// The ledger that must have the owner's claims of this generation, or of a later one, as made.
+    pub after: Option<(String, u64)>,
     /// The digest that the claims must have; not checked if empty.
     pub intent_digest: String,
     /// The keys and the wanted state of each. No key is listed twice.
@@ -75,6 +77,7 @@ impl ClaimsRequest {
             generation,
             content: content(intent_digest(&claims).as_bytes()),
             boot: String::new(),
+            after: None,
             intent_digest: String::new(),
             claims,
             selections: Vec::new(),
@@ -95,6 +98,8 @@ impl ClaimsRequest {
 pub struct ClaimsOutcome {
     /// The guest's boot, as requests name it.
     pub boot: String,
+    /// The highest earlier generation of the owner that was made in this boot; 0 if there is none.
+    pub generation_before: u64,
     /// Digest of the intent.
     pub intent_digest: String,
     /// SHA-256 of the plan; empty if nothing was to be changed.

@@ -120,6 +120,24 @@ pub(super) fn check_boot(wanted: &str, boot: &str) -> Result<(), KeysError> {
     })
 }
 
+/// Checks that the ledger with its owner's highest generation that was made is the one that the
+/// request needs.
+pub(super) fn check_ledger(
+    (wanted, after): &(String, u64),
+    (ledger, made): (&str, u64),
+) -> Result<(), KeysError> {
+    if wanted == ledger && *after <= made {
+        return Ok(());
+    }
+    Err(KeysError::ClaimsRefused {
+        reason: ClaimRefusal::LedgerLost,
+        generation: None,
+        message: format!(
+            "the ledger is {ledger}, in which generation {made} of the owner was made last, and not {wanted} with generation {after}, so nobody knows whether the earlier claims are still in effect; look at the keys"
+        ),
+    })
+}
+
 pub(super) fn too_many(error: TooMany) -> KeysError {
     KeysError::ClaimsRefused {
         reason: ClaimRefusal::TooMany,

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant, SystemTime};
 use patchbay_guest::guest::Guest;
 use static_keys::{Class, Key};
 
-use super::claim_checks::{check_boot, check_intent, too_many};
+use super::claim_checks::{check_boot, check_intent, check_ledger, too_many};
 use super::claim_patterns;
 use super::claim_step::{Refused, Step};
 use super::command::Reply;
@@ -217,6 +217,12 @@ impl<G: Guest> Executor<G> {
         self.ledger.boot().clone_into(&mut outcome.boot);
         if !request.boot.is_empty() {
             check_boot(&request.boot, &outcome.boot)?;
+        }
+        let earlier = |state: &OwnerState| state.made_before(request.generation);
+        outcome.generation_before = self.shared.book().claims.owner(&owner).map_or(0, earlier);
+        if let Some(after) = &request.after {
+            let ledger = self.shared.incarnation.ledger();
+            check_ledger(after, (ledger, outcome.generation_before))?;
         }
         if let Some(answer) = self.fence(&owner, request)? {
             outcome.plan_digest.clone_from(&answer.plan_digest);

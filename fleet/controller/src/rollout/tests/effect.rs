@@ -242,14 +242,14 @@ fn claims_that_a_module_took_along_are_made_again_under_the_caps() {
 
 #[test]
 fn claims_in_another_record_are_not_those_that_were_confirmed() {
-    let mut rollout = started(&[2], Policy::default());
+    let mut rollout = started(&[3], Policy::default());
     rollout.step(0);
-    for index in [0, 1] {
+    for (index, ttl) in [(0, None), (1, None), (2, Some(500))] {
         let made = ClaimOutcome::Made {
             boot: "boot-1".to_owned(),
             ledger: "record-1".to_owned(),
             pause_us: 10,
-            ttl: None,
+            ttl,
         };
         claimed(&mut rollout, index, made, 0);
     }
@@ -261,12 +261,73 @@ fn claims_in_another_record_are_not_those_that_were_confirmed() {
     assert!(matches!(rollout.members()[0].state, State::AsWanted { .. }));
     rollout.checked(0, 1, found("record-2", FoundClaims::Made), 20);
     assert!(rollout.members()[0].state.has_lost_record());
-    // Another client of the same principal has replaced the set by an empty one.
-    rollout.checked(1, 1, found("record-1", FoundClaims::None), 20);
-    assert_eq!(
-        rollout.members()[1].state.failure(),
-        Some(Failure::Ineffective)
-    );
-    rollout.checked(1, 1, found("record-1", FoundClaims::Made), 30);
-    assert!(matches!(rollout.members()[1].state, State::AsWanted { .. }));
+    assert_eq!(drift(&rollout), 1);
+    // The claims had ended before the record was lost.
+    rollout.checked(2, 1, found("record-2", FoundClaims::None), 600);
+    let ended = State::Released { void: true };
+    assert_eq!(rollout.members()[2].state, ended);
+    // The service refuses new claims, because it does not have the earlier ones.
+    rollout.members[1].state = State::Claiming { again: true };
+    claimed(&mut rollout, 1, failed(Failure::NoRecord), 600);
+    assert!(rollout.members()[1].state.has_lost_record());
+    assert_eq!(drift(&rollout), 1, "one for each failure");
+}
+
+/// Checks that a guest whose claims were confirmed before its service named its record is known by
+/// the record from then on.
+#[test]
+fn the_record_of_confirmed_claims_is_learned() {
+    let mut rollout = started(&[1], Policy::default());
+    claim_all(&mut rollout, 0);
+    rollout.take_changes();
+    assert_eq!(rollout.members()[0].record, None);
+    let all = rollout.members()[0].plan.set.claims().len();
+    for (ledger, total) in [("record-1", all), ("record-2", all)] {
+        let found = found("boot-1", FoundClaims::Made).map(|found| Found {
+            ledger: ledger.to_owned(),
+            total: Some(total),
+            ..found
+        });
+        rollout.checked(0, 1, found, 10);
+    }
+    assert_eq!(rollout.take_changes().members, [0]);
+    let record = rollout.members()[0].record.as_ref();
+    let known = record.map(|record| (record.ledger.as_str(), record.generation));
+    assert_eq!(known, Some(("record-1", 1)));
+    assert!(rollout.members()[0].state.has_lost_record());
+}
+
+/// Checks that a fix continues the record of the earlier member, so that new claims are refused if
+/// the guest's service has lost it.
+#[test]
+fn a_member_that_replaces_another_continues_its_record() {
+    for (ttl, now, is_confirmed) in [
+        (None, 1000, true),
+        (Some(500_000), 1000, true),
+        (Some(500), 1000, false),
+    ] {
+        let mut rollout = started(&[1], Policy::default());
+        rollout.step(0);
+        let made = ClaimOutcome::Made {
+            boot: "boot-1".to_owned(),
+            ledger: "record-1".to_owned(),
+            pause_us: 10,
+            ttl,
+        };
+        claimed(&mut rollout, 0, made, 0);
+        rollout.step(0);
+        rollout.step(now);
+        assert_eq!(rollout.header().phase, Phase::Completed);
+        let added = Member {
+            boot: "boot-1".to_owned(),
+            ..member(0)
+        };
+        rollout
+            .extend(one_wave, vec![added], "alice", now)
+            .expect("it is completed");
+        let added = &rollout.members()[1];
+        assert_eq!(added.is_confirmed, is_confirmed, "{ttl:?}");
+        let record = added.record.as_ref().map(|record| record.generation);
+        assert_eq!(record, Some(1));
+    }
 }

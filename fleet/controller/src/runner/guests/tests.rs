@@ -8,7 +8,7 @@ use tonic::Code;
 use tonic_types::{ErrorDetails, StatusExt};
 
 use super::*;
-use crate::rollout::State;
+use crate::rollout::{Record, State};
 use crate::spec::Spec;
 
 /// Checks the memory of an action that waits for its turn. There may be one for each guest of a
@@ -295,48 +295,83 @@ fn an_end_of_claims_that_the_guest_knows_nothing_of_is_not_confirmed() {
     }
 }
 
-#[tokio::test]
-async fn the_name_of_the_record_tells_whether_the_guest_still_has_it() {
+#[test]
+fn the_record_tells_whether_the_claims_that_were_confirmed_are_gone() {
     let member = Member {
         is_confirmed: true,
-        generation: 2,
+        generation: 4,
         boot: "boot-1".to_owned(),
-        ledger: "record-1".to_owned(),
+        record: Some(Record {
+            ledger: "record-1".to_owned(),
+            generation: 2,
+        }),
         state: State::Releasing { why: String::new() },
         ..Member::new("host-0", "web-0")
     };
-    let answer = |boot: &str, ledger: &str, results, repeated| v1::SetClaimsResponse {
+    let answer = |boot: &str, ledger: &str, before, results| v1::SetClaimsResponse {
         boot: boot.to_owned(),
         ledger: ledger.to_owned(),
+        generation_before: before,
         results,
-        repeated,
         ..v1::SetClaimsResponse::default()
     };
     let made = || {
         vec![v1::ClaimResult {
-            want: v1::ClaimWant::On.into(),
             state: v1::ClaimState::Made.into(),
             ..v1::ClaimResult::default()
         }]
     };
+    let released = |void| ReleaseOutcome::Released { void };
     // A later generation, whose answer was lost, was refused for every key.
-    for repeated in [false, true] {
-        let kept = answer("boot-1", "record-1", vec![], repeated);
-        let void = !repeated;
-        assert_eq!(ended(&member, &kept), ReleaseOutcome::Released { void });
-    }
-    // A late message has made the claims in the record of another service.
-    let lost = answer("boot-1", "record-2", made(), false);
-    assert_eq!(ended(&member, &lost), ReleaseOutcome::Unknown);
-    let timed = Member {
-        expires: Some(7),
-        ..member.clone()
+    let refused = answer("boot-1", "record-1", 3, vec![]);
+    assert_eq!(ended(&member, &refused), released(true));
+    let repeated = v1::SetClaimsResponse {
+        repeated: true,
+        ..refused
     };
-    let lost = answer("boot-1", "record-2", vec![], false);
-    assert_eq!(ended(&timed, &lost), ReleaseOutcome::Unknown);
-    let booted = answer("boot-2", "record-2", vec![], false);
-    let released = ReleaseOutcome::Released { void: true };
-    assert_eq!(ended(&member, &booted), released);
-    let unnamed = answer("boot-1", "", vec![], false);
+    assert_eq!(ended(&member, &repeated), released(false));
+    // An earlier state of the record, as after a snapshot was loaded or an old export imported.
+    for before in [0, 1] {
+        let mut earlier = answer("boot-1", "record-1", before, vec![]);
+        assert_eq!(ended(&member, &earlier), ReleaseOutcome::Unknown);
+        earlier.repeated = true;
+        assert_eq!(ended(&member, &earlier), ReleaseOutcome::Unknown);
+    }
+    let kept = answer("boot-1", "record-1", 2, made());
+    assert_eq!(ended(&member, &kept), released(false));
+    // A late message has made the claims in the record of another service.
+    let lost = answer("boot-1", "record-2", 2, made());
+    assert_eq!(ended(&member, &lost), ReleaseOutcome::Unknown);
+    let booted = answer("boot-2", "record-2", 0, vec![]);
+    assert_eq!(ended(&member, &booted), released(true));
+    let unnamed = answer("boot-1", "", 0, vec![]);
     assert_eq!(ended(&member, &unnamed), ReleaseOutcome::Unknown);
+}
+
+/// Checks that claims are made only where the earlier ones were confirmed, and nothing of that in a
+/// boot in which none were.
+#[test]
+fn claims_name_the_record_of_those_that_were_confirmed() {
+    let spec =
+        "selector: {guests: [\"*\"]}\nclaims: [{want: on, keys: [alpha]}]\nwaves: [{size: rest}]\n";
+    let asks = Asks::new(&Header::default(), &Spec::parse(spec).expect("a spec"));
+    let mut member = Member {
+        is_confirmed: true,
+        boot: "boot-1".to_owned(),
+        record: Some(Record {
+            ledger: "record-1".to_owned(),
+            generation: 2,
+        }),
+        ..Member::new("host-0", "web-0")
+    };
+    let request = asks.claim(&member, 3);
+    assert_eq!(
+        (request.ledger.as_str(), request.after_generation),
+        ("record-1", 2)
+    );
+    let request = asks.release(&member.guest, 4);
+    assert_eq!((request.ledger.as_str(), request.after_generation), ("", 0));
+    member.is_confirmed = false;
+    let request = asks.claim(&member, 5);
+    assert_eq!((request.ledger.as_str(), request.after_generation), ("", 0));
 }

@@ -2,6 +2,7 @@
 //! Tests the form of the records, and that those of earlier versions are left alone.
 
 use super::*;
+use crate::rollout::Record;
 
 /// The records of the first builds, of the later ones without a version, and of each version since.
 /// A fixture is not changed once its version is released.
@@ -76,7 +77,10 @@ fn samples(run: &str) -> Vec<Rollout> {
         member.generation = 4;
         member.boot = "0123456789abcdef".to_owned();
         member.is_confirmed = true;
-        member.ledger = "89abcdef".to_owned();
+        member.record = Some(Record {
+            ledger: "89abcdef".to_owned(),
+            generation: 3,
+        });
         member.expires = Some(1_800_000_500_000);
     }
     members[1].health = Some(Health {

@@ -62,6 +62,7 @@ fn pending() -> Ledger {
                 expires: Some((at, SystemTime::now())),
                 answer: Some(Answer::default().into()),
                 last: None,
+                before: 1,
             }],
             request: Some(MadeRequest {
                 principal: "uid:0".to_owned(),
