@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::ledger::LedgerName;
+use patchbay_guest::guest::Guest as _;
 use patchbay_service::keys::claims::LedgerFile;
 use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::registry::discovery::DebugFiles;
@@ -76,6 +77,7 @@ pub fn import(file: &Path, of: &GuestOf) -> anyhow::Result<()> {
 /// was not found.
 fn kernel_of(guest: Arc<QemuGuest>, files: Option<DebugFiles>) -> Registry {
     let registry = Registry::default();
+    registry.attach(guest.ram().clone());
     registry.discover(guest, files);
     let end = Instant::now() + PATIENCE;
     loop {

@@ -6,6 +6,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use serde_json::Value;
+
 use super::stock::{Boot, DEBUG};
 use super::{Accelerator, Memory, Process, until};
 
@@ -134,6 +136,18 @@ impl Daemon {
     pub fn count(&self, words: &str) -> usize {
         let log = fs::read_to_string(&self.log).expect("a log");
         log.lines().filter(|line| line.contains(words)).count()
+    }
+
+    /// Returns the process of the attacher that was started last.
+    pub fn attacher(&self) -> rustix::process::Pid {
+        let log = fs::read_to_string(&self.log).expect("a log");
+        let lines = log.lines().rev();
+        let mut lines = lines.filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        let started = lines.find(|line| line["message"] == "attaching");
+        let pid = started.and_then(|line| line["pid"].as_i64());
+        let pid = pid.and_then(|pid| i32::try_from(pid).ok());
+        let pid = pid.and_then(rustix::process::Pid::from_raw);
+        pid.expect("an attacher was started")
     }
 
     /// Stops the daemon, which must end without an error.

@@ -8,6 +8,9 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use rustix::process::{Signal, kill_process};
+use serde_json::{Value, json};
+
 use super::daemon::{Daemon, Programs};
 use super::stock::Boot;
 use super::{Accelerator, Memory, Process, until};
@@ -173,6 +176,55 @@ fn gate<'a>(boot: &Boot, name: &'a str, status: u8) -> &'a str {
     name
 }
 
+/// Starts the daemon of a host with its files in this folder, and waits until it is registered
+/// under the folder's name.
+fn registered(programs: &Programs, folder: &Path, etcd: &Etcd) -> Daemon {
+    fs::create_dir_all(folder.join("qmp")).expect("room");
+    let name = folder.file_name().and_then(|name| name.to_str());
+    let mut daemon = Daemon::start(
+        programs,
+        folder,
+        &[
+            "--attach-qmp",
+            &folder.join("qmp").display().to_string(),
+            "--etcd",
+            &etcd.url,
+            "--host-name",
+            name.expect("a name"),
+        ],
+    );
+    daemon.logged("registered");
+    daemon
+}
+
+/// Returns QEMU's option for the socket at which the host's daemon finds it.
+fn qmp(host: &Path) -> String {
+    let socket = host.join("qmp/web-1");
+    format!("unix:{},server=on,wait=off", socket.display())
+}
+
+/// Waits until the host's daemon serves the guest.
+fn serves(programs: &Programs, host: &Path) {
+    let socket = host.join("host.sock");
+    until("the guest is served", || {
+        programs.guests(&socket) == "counter\n"
+    });
+}
+
+/// Runs `patchbay-attach ledger` for the guest of a host.
+fn ledger(programs: &Programs, host: &Path, words: &[&str]) -> Output {
+    Command::new(&programs.attacher)
+        .arg("ledger")
+        .args(words)
+        .arg("qemu")
+        .arg("--qmp")
+        .arg(host.join("qmp/web-1"))
+        .arg("--api-socket")
+        .arg(host.join("run/web-1.sock"))
+        .output()
+        .expect("the program is there")
+}
+
 /// Checks that a rollout is rolled back if its gate fails, and is kept until it is undone if its
 /// gate passes.
 pub fn changes(accelerator: Accelerator) {
@@ -183,32 +235,17 @@ pub fn changes(accelerator: Accelerator) {
     let Some(etcd) = Etcd::start(folder) else {
         return;
     };
-    let qmp = folder.join("qmp");
-    fs::create_dir(&qmp).expect("room");
-    let folder_of_sockets = qmp.display().to_string();
-    let options = [
-        "--attach-qmp",
-        &folder_of_sockets,
-        "--etcd",
-        &etcd.url,
-        // A lab has no host name of its own.
-        "--host-name",
-        "lab",
-    ];
-    let mut daemon = Daemon::start(&programs, folder, &options);
-    daemon.logged("registered");
+    // A lab has no host name of its own.
+    let host = folder.join("lab");
+    let _daemon = registered(&programs, &host, &etcd);
     let Some(controller) = Controller::start(&programs, folder, &etcd) else {
         return;
     };
-    let socket = format!("unix:{},server=on,wait=off", qmp.join("web-1").display());
-    let Some(_qemu) = boot.start(accelerator, Memory::SharedMemfd, &["-qmp", &socket]) else {
+    let Some(_qemu) = boot.start(accelerator, Memory::SharedMemfd, &["-qmp", &qmp(&host)]) else {
         return;
     };
     boot.boots();
-    let host = folder.join("host.sock");
-    until("the guest is served", || {
-        programs.guests(&host) == "counter\n"
-    });
+    serves(&programs, &host);
     boot.is_silent();
 
     controller.start_rollout("wrong", gate(&boot, "closed", 1));
@@ -220,5 +257,69 @@ pub fn changes(accelerator: Accelerator) {
     controller.succeeds(&["drift", "right"]);
     controller.succeeds(&["undo", "right"]);
     controller.ends("right", "undone");
+    boot.is_silent();
+}
+
+/// Checks that a rollout follows a guest that migrates to another host with its ledger, and takes
+/// its change back there.
+pub fn moves(accelerator: Accelerator) {
+    let (Some(programs), Some(boot)) = (Programs::find(), Boot::prepare()) else {
+        return;
+    };
+    let folder = boot.folder.path();
+    let Some(etcd) = Etcd::start(folder) else {
+        return;
+    };
+    let (here, there) = (folder.join("here"), folder.join("there"));
+    let daemon = registered(&programs, &here, &etcd);
+    let Some(controller) = Controller::start(&programs, folder, &etcd) else {
+        return;
+    };
+    let Some(from) = boot.start(accelerator, Memory::SharedMemfd, &["-qmp", &qmp(&here)]) else {
+        return;
+    };
+    boot.boots();
+    serves(&programs, &here);
+    controller.start_rollout("net", gate(&boot, "open", 0));
+    controller.ends("net", "completed");
+
+    // The daemon would start its attacher again.
+    let attacher = daemon.attacher();
+    daemon.stop();
+    let early = ledger(&programs, &here, &["export"]);
+    let refused = String::from_utf8_lossy(&early.stderr);
+    assert!(refused.contains("is attached to the guest"), "{refused}");
+    kill_process(attacher, Signal::TERM).expect("it runs");
+    let exported = folder.join("exported");
+    until("the attacher has detached", || {
+        let output = ledger(&programs, &here, &["export"]);
+        fs::write(&exported, output.stdout).expect("room");
+        output.status.success()
+    });
+    fs::create_dir_all(there.join("qmp")).expect("room");
+    let uri = format!("unix:{}", folder.join("migration").display());
+    let more = ["-qmp", &qmp(&there), "-incoming", &uri];
+    let to = boot.start(accelerator, Memory::SharedMemfd, &more);
+    let to = to.expect("the first one was started");
+    from.other("migrate", json!({ "uri": uri }));
+    until("the guest has arrived", || {
+        to.other("query-status", Value::Null)["status"] == "running"
+    });
+    drop(from);
+    fs::create_dir_all(there.join("run")).expect("room");
+    let import = ["import", &exported.display().to_string()];
+    let output = ledger(&programs, &there, &import);
+    assert!(output.status.success(), "{output:?}");
+    boot.prints();
+
+    let _daemon = registered(&programs, &there, &etcd);
+    serves(&programs, &there);
+    until("the controller finds the guest", || {
+        let seen = controller.succeeds(&["history", "net"]);
+        seen.contains("guest counter moved from here to there")
+    });
+    controller.succeeds(&["drift", "net"]);
+    controller.succeeds(&["undo", "net"]);
+    controller.ends("net", "undone");
     boot.is_silent();
 }

@@ -202,7 +202,8 @@ impl Boot {
 
     /// Starts QEMU. Prints a message and returns `None` if QEMU is not installed.
     pub fn start(&self, accelerator: Accelerator, memory: Memory, more: &[&str]) -> Option<Qemu> {
-        let serial = format!("file:{}", self.console.display());
+        // The QEMU to which the guest migrates writes into the same file.
+        let console = format!("file,id=console,append=on,path={}", self.console.display());
         let (kernel, initrd) = (
             self.kernel.display().to_string(),
             self.initrd.display().to_string(),
@@ -214,8 +215,10 @@ impl Boot {
             &initrd,
             "-append",
             Self::COMMAND_LINE,
+            "-chardev",
+            &console,
             "-serial",
-            &serial,
+            "chardev:console",
         ];
         Qemu::start_with(accelerator, memory, "512M", &[&arguments, more].concat())
     }
