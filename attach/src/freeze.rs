@@ -12,7 +12,14 @@
 //!
 //! A ptrace relation belongs to the tracing thread, so each stop has its own thread, which ends
 //! soon after the stop.
+//!
+//! A thread may stop because a signal is about to be delivered to it. The kernel delivers the
+//! signal if the tracer passes its number on, or if the tracer's thread ends and has not consumed
+//! the report of the stop. So reports are only looked at. The numbers of real-time signals, by
+//! which several monitors interrupt their vCPUs, cannot be passed on without unsafe code. The end
+//! of the tracer's thread delivers them.
 
+use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -21,8 +28,9 @@ use nix::errno::Errno;
 use nix::libc;
 use nix::sys::ptrace;
 use nix::sys::signal::{Signal, raise};
-use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
+use rustix::process::{WaitId, WaitIdOptions, waitid};
+use rustix::thread::gettid;
 
 /// Time spent polling without sleep. Most threads stop sooner.
 const SPIN: Duration = Duration::from_micros(300);
@@ -34,9 +42,13 @@ const BETWEEN_LOOKS: Duration = Duration::from_micros(50);
 const LONGEST: Duration = Duration::from_secs(60);
 /// The time for a last message.
 const LOGGING: Duration = Duration::from_secs(1);
+/// The longest wait for the kernel to release the threads of a tracer that ends.
+const ENDING: Duration = Duration::from_secs(1);
 
 /// The `ioctl` that runs a vCPU (`include/uapi/linux/kvm.h`).
 const KVM_RUN: u64 = 0xae80;
+/// The status of a thread that enters or leaves a system call (PTRACE_O_TRACESYSGOOD).
+const SYSCALL: i32 = libc::SIGTRAP | 0x80;
 
 /// The points at which a thread may be stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,12 +88,29 @@ pub enum FreezeError {
     },
 }
 
+/// The end of a stop. The error is the id of the tracer's thread, whose end releases threads that
+/// could not be detached.
+type Released = Result<(), rustix::thread::Pid>;
+
+/// The reason why an attempt has stopped no thread.
+#[derive(Debug, PartialEq, Eq)]
+enum Failure {
+    /// The thread with this index has to continue, and a real-time signal is being delivered to it.
+    RealTimeSignal(usize),
+    Final(FreezeError),
+}
+
+impl From<FreezeError> for Failure {
+    fn from(error: FreezeError) -> Self {
+        Self::Final(error)
+    }
+}
+
 /// Stopped threads. They are resumed on drop.
 #[derive(Debug)]
 pub struct Frozen {
     release: Option<Sender<()>>,
-    /// Receives whether every thread was detached.
-    released: Receiver<bool>,
+    released: Receiver<Released>,
     tracer: Option<JoinHandle<()>>,
     stop_time: Duration,
 }
@@ -97,13 +126,27 @@ impl Frozen {
 impl Drop for Frozen {
     fn drop(&mut self) {
         self.release = None;
+        let released = self.released.recv();
         // The end of the tracer's thread, which takes longer, is not awaited.
-        if self.released.recv() != Ok(true)
+        if released != Ok(Ok(()))
             && let Some(tracer) = self.tracer.take()
         {
-            // The tracer has panicked, or a thread has ended or was not released. The kernel
+            // The tracer has panicked, or a thread has ended or was not detached. The kernel
             // releases the threads when the tracer's thread ends.
-            let _ = tracer.join();
+            wait_for_end(tracer, released.ok());
+        }
+    }
+}
+
+/// Waits until a tracer's thread has ended and the kernel has released the threads that it traced.
+fn wait_for_end(tracer: JoinHandle<()>, released: Option<Released>) {
+    let _ = tracer.join();
+    // The kernel wakes this thread a little before it releases the traced threads.
+    if let Some(Err(id)) = released {
+        let tracer = format!("/proc/self/task/{id}");
+        let end = Instant::now() + ENDING;
+        while Path::new(&tracer).exists() && Instant::now() < end {
+            std::thread::sleep(BETWEEN_LOOKS);
         }
     }
 }
@@ -123,6 +166,23 @@ fn freeze_for(
     deadline: Instant,
     longest: Duration,
 ) -> Result<Frozen, FreezeError> {
+    loop {
+        match attempt(threads, point, deadline, longest) {
+            Ok(frozen) => return Ok(frozen),
+            Err(Failure::Final(error)) => return Err(error),
+            // The tracer's end has delivered the signal.
+            Err(Failure::RealTimeSignal(_)) if Instant::now() < deadline => {}
+            Err(Failure::RealTimeSignal(index)) => return Err(FreezeError::Late(vec![index])),
+        }
+    }
+}
+
+fn attempt(
+    threads: &[u32],
+    point: Point,
+    deadline: Instant,
+    longest: Duration,
+) -> Result<Frozen, Failure> {
     let threads = threads.to_vec();
     let (answer, answered) = channel();
     let (release, end) = channel();
@@ -136,7 +196,7 @@ fn freeze_for(
                 }
             };
             let released = trace(&threads, point, deadline, &answer, wait);
-            // Nobody waits for this message if nothing was stopped.
+            // Sending fails only if this process is ending.
             let _ = report.send(released);
         })
         .map_err(|error| FreezeError::NoThread(error.to_string()))?;
@@ -148,10 +208,10 @@ fn freeze_for(
             stop_time,
         }),
         // The tracer has panicked.
-        Err(_) => Err(FreezeError::Gone),
-        Ok(Err(error)) => {
-            let _ = tracer.join();
-            Err(error)
+        Err(_) => Err(FreezeError::Gone.into()),
+        Ok(Err(failure)) => {
+            wait_for_end(tracer, released.recv().ok());
+            Err(failure)
         }
     }
 }
@@ -177,18 +237,17 @@ struct Traced {
     pid: Pid,
     stopped: bool,
     /// A signal that was being delivered to the thread when it stopped.
-    signal: Option<Signal>,
+    signal: Option<i32>,
 }
 
-/// Runs in the tracer's thread. `wait` waits for the end of the stop. Returns whether each thread
-/// was released.
+/// Runs in the tracer's thread. `wait` waits for the end of the stop.
 fn trace(
     threads: &[u32],
     point: Point,
     deadline: Instant,
-    answer: &Sender<Result<Duration, FreezeError>>,
+    answer: &Sender<Result<Duration, Failure>>,
     wait: impl FnOnce(),
-) -> bool {
+) -> Released {
     let began = Instant::now();
     let mut traced = Vec::with_capacity(threads.len());
     let stopped = stop(threads, point, &mut traced, deadline);
@@ -199,13 +258,21 @@ fn trace(
     if is_stopped {
         wait();
     }
-    let mut released = true;
-    for thread in traced.iter().filter(|thread| thread.stopped) {
-        // ESRCH means that the thread has been killed. When this tracer's thread ends, the kernel
-        // releases all threads that are still traced.
-        released &= ptrace::detach(thread.pid, thread.signal).is_ok();
+    release(&traced)
+}
+
+fn release(traced: &[Traced]) -> Released {
+    let mut is_released = true;
+    for thread in traced {
+        is_released &= thread.stopped
+            && match thread.signal.map(Signal::try_from).transpose() {
+                // ESRCH means that the thread has been killed. When this tracer's thread ends, the
+                // kernel releases all threads that are still traced.
+                Ok(signal) => ptrace::detach(thread.pid, signal).is_ok(),
+                Err(_) => false,
+            };
     }
-    released
+    is_released.then_some(()).ok_or_else(gettid)
 }
 
 fn stop(
@@ -213,7 +280,12 @@ fn stop(
     point: Point,
     traced: &mut Vec<Traced>,
     deadline: Instant,
-) -> Result<(), FreezeError> {
+) -> Result<(), Failure> {
+    seize(threads, traced)?;
+    stop_seized(point, traced, deadline)
+}
+
+fn seize(threads: &[u32], traced: &mut Vec<Traced>) -> Result<(), FreezeError> {
     for &id in threads {
         let pid = Pid::from_raw(i32::try_from(id).map_err(|_| FreezeError::Gone)?);
         ptrace::seize(pid, ptrace::Options::PTRACE_O_TRACESYSGOOD)
@@ -225,13 +297,19 @@ fn stop(
             signal: None,
         });
     }
+    Ok(())
+}
+
+fn stop_seized(point: Point, traced: &mut [Traced], deadline: Instant) -> Result<(), Failure> {
     for thread in traced.iter() {
         ptrace::interrupt(thread.pid).map_err(|error| failed(thread.id, error))?;
     }
     let began = Instant::now();
     loop {
-        for thread in traced.iter_mut().filter(|thread| !thread.stopped) {
-            look(thread, point)?;
+        for (index, thread) in traced.iter_mut().enumerate() {
+            if !thread.stopped {
+                look(index, thread, point)?;
+            }
         }
         if traced.iter().all(|thread| thread.stopped) {
             return Ok(());
@@ -241,7 +319,8 @@ fn stop(
             let late = (0..)
                 .zip(traced.iter())
                 .filter(|(_, thread)| !thread.stopped);
-            return Err(FreezeError::Late(late.map(|(index, _)| index).collect()));
+            let late = late.map(|(index, _)| index).collect();
+            return Err(FreezeError::Late(late).into());
         }
         if now - began < SPIN {
             std::thread::yield_now();
@@ -251,30 +330,51 @@ fn stop(
     }
 }
 
-fn look(thread: &mut Traced, point: Point) -> Result<(), FreezeError> {
+fn look(index: usize, thread: &mut Traced, point: Point) -> Result<(), Failure> {
+    let error = |error| failed(thread.id, error);
     let mut resumable = point != Point::Any;
-    let signal = match waitpid(thread.pid, Some(WaitPidFlag::WNOHANG | WaitPidFlag::__WALL)) {
-        Ok(WaitStatus::StillAlive) => return Ok(()),
+    let Some(status) = stop_status(thread.pid).map_err(error)? else {
+        return Ok(());
+    };
+    let signal = match (status & 0xff, status >> 8) {
+        // The thread stopped at a system call, or by the interrupt.
+        (SYSCALL, 0) | (libc::SIGTRAP, 1..) => None,
+        // The thread stopped before a signal, which is delivered to it afterwards.
+        (signal, 0) => Some(signal),
         // The whole process is stopped (group-stop in ptrace(2)). PTRACE_SYSCALL would end that
         // stop for this thread.
-        Ok(WaitStatus::PtraceEvent(_, signal, _)) if signal != Signal::SIGTRAP => {
+        _ => {
             resumable = false;
             None
         }
-        // The thread stopped by the interrupt, or at a system call.
-        Ok(WaitStatus::PtraceEvent(..) | WaitStatus::PtraceSyscall(_)) => None,
-        // The thread stopped before a signal, which is delivered to it afterwards.
-        Ok(WaitStatus::Stopped(_, signal)) => Some(signal),
-        Ok(_) => return Err(FreezeError::Gone),
-        Err(error) => return Err(failed(thread.id, error)),
     };
-    let error = |error| failed(thread.id, error);
     if !resumable || is_at(point, thread.pid).map_err(error)? {
         thread.stopped = true;
         thread.signal = signal;
         return Ok(());
     }
-    ptrace::syscall(thread.pid, signal).map_err(error)
+    let Ok(signal) = signal.map(Signal::try_from).transpose() else {
+        return Err(Failure::RealTimeSignal(index));
+    };
+    Ok(ptrace::syscall(thread.pid, signal).map_err(error)?)
+}
+
+/// Returns the status of a stopped thread: a signal, and an event in the next byte (ptrace(2)).
+/// Returns `None` while the thread runs. The report of the stop is not consumed.
+fn stop_status(pid: Pid) -> nix::Result<Option<i32>> {
+    // A tracer may wait for a thread without __WALL since Linux 4.7.
+    let options = WaitIdOptions::EXITED
+        | WaitIdOptions::STOPPED
+        | WaitIdOptions::NOHANG
+        | WaitIdOptions::NOWAIT;
+    let id = rustix::process::Pid::from_raw(pid.as_raw()).ok_or(Errno::ESRCH)?;
+    let status =
+        waitid(WaitId::Pid(id), options).map_err(|error| Errno::from_raw(error.raw_os_error()))?;
+    match status {
+        None => Ok(None),
+        // Other statuses mean that the thread has ended.
+        Some(status) => status.trapping_signal().ok_or(Errno::ESRCH).map(Some),
+    }
 }
 
 /// Returns whether a stopped thread enters or leaves `KVM_RUN` or, if [`Point::Unlocked`] is given,
@@ -502,5 +602,83 @@ mod tests {
         assert!(busy.state().starts_with('t'));
         drop(frozen);
         assert!(!busy.0.0.wait().expect("ended").success());
+    }
+
+    /// Starts a shell that writes without end, and `handled` when SIGRTMIN+1 arrives.
+    fn handles(output: Stdio) -> Child {
+        let script = "trap 'echo handled' RTMIN+1; echo ready; while :; do echo; done";
+        let mut bash = Command::new("bash");
+        bash.args(["-c", script]).stdout(output);
+        bash.spawn().expect("bash")
+    }
+
+    fn is_line(busy: &mut Busy, expected: &str) {
+        let mut line = String::new();
+        while line.trim_end() != expected {
+            line.clear();
+            assert_ne!(busy.1.read_line(&mut line).expect("text"), 0);
+        }
+    }
+
+    #[test]
+    fn a_real_time_signal_before_the_stop_is_delivered_after_it() {
+        let mut child = handles(Stdio::piped());
+        let output = BufReader::new(child.stdout.take().expect("piped"));
+        let mut busy = Busy(Running(child), output);
+        is_line(&mut busy, "ready");
+        let id = busy.0.id();
+        for (point, expected) in [
+            (Point::Any, Ok(())),
+            (Point::Running, Err(Failure::RealTimeSignal(0))),
+        ] {
+            let traces = || {
+                let mut traced = Vec::new();
+                seize(&[id], &mut traced).expect("no tracer");
+                // Bash sends it, because nix has no name for it. It arrives before the interrupt.
+                let kill = format!("kill -RTMIN+1 {id}");
+                let killed = Command::new("bash").args(["-c", &kill]).status();
+                assert!(killed.expect("bash").success());
+                while !busy.state().starts_with('t') {
+                    std::thread::yield_now();
+                }
+                let stopped = stop_seized(point, &mut traced, in_time());
+                (stopped, release(&traced))
+            };
+            let (stopped, released) =
+                std::thread::scope(|scope| scope.spawn(traces).join().expect("no panic"));
+            assert_eq!(stopped, expected);
+            assert!(
+                released.is_err(),
+                "the end of the tracer's thread releases it"
+            );
+            is_line(&mut busy, "handled");
+        }
+    }
+
+    #[test]
+    fn threads_that_real_time_signals_interrupt_are_frozen() {
+        let busy = Running(handles(Stdio::null()));
+        let id = busy.id();
+        // Until the shell has its handler, the signal would kill it.
+        let caught = || {
+            let status = std::fs::read_to_string(format!("/proc/{id}/status")).expect("it lives");
+            let caught = status
+                .lines()
+                .find_map(|line| line.strip_prefix("SigCgt:\t"));
+            let caught = u64::from_str_radix(caught.expect("a mask"), 16).expect("a number");
+            caught >> libc::SIGRTMIN() & 1 == 1
+        };
+        while !caught() {
+            std::thread::yield_now();
+        }
+        let kill = format!("while kill -RTMIN+1 {id}; do :; done");
+        let kills = Command::new("bash").args(["-c", &kill]).spawn();
+        let _kills = Running(kills.expect("bash"));
+        for _ in 0..200 {
+            drop(freeze(&[id], Point::Any, in_time()).expect("stopped"));
+            let soon = Instant::now() + Duration::from_millis(1);
+            let late = freeze(&[id], Point::Running, soon).expect_err("no KVM_RUN");
+            assert_eq!(late, FreezeError::Late(vec![0]));
+        }
     }
 }
