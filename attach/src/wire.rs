@@ -69,14 +69,9 @@ impl Wire {
         sent.map_err(failed)?;
         let mut text = Vec::new();
         loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(late());
-            }
-            let stream = reader.get_ref();
-            stream.set_read_timeout(Some(left)).map_err(failed)?;
             let mut line = Vec::new();
-            if reader.read_until(b'\n', &mut line).map_err(failed)? == 0 {
+            let room = MAX_MESSAGE.saturating_sub(text.len());
+            if !read_line(&mut reader, &mut line, room, deadline).map_err(failed)? {
                 return Err(QmpError::Closed("QEMU closed it".to_owned()));
             }
             // With pretty=on a message spans several lines. Only its first and its last are not
@@ -85,14 +80,10 @@ impl Wire {
                 text.clear();
             }
             text.extend(line);
-            if text.len() > MAX_MESSAGE {
-                return Err(QmpError::Closed(format!(
-                    "a message has more than {MAX_MESSAGE} bytes"
-                )));
-            }
             let Ok(found) = serde_json::from_slice::<Value>(&text) else {
                 continue;
             };
+            text.clear();
             self.notice(&found);
             if found["id"] == id {
                 return returned(command, found);
@@ -117,6 +108,42 @@ impl Wire {
                 self.resumed.store(false, Ordering::SeqCst);
             }
             _ => {}
+        }
+    }
+}
+
+/// Reads a line, or what precedes the end of the connection. Returns `false` at this end. QEMU is
+/// not trusted to end its lines, so each read is checked against the deadline and against `room`,
+/// the maximum length of the line.
+fn read_line(
+    reader: &mut BufReader<UnixStream>,
+    line: &mut Vec<u8>,
+    room: usize,
+    deadline: Instant,
+) -> io::Result<bool> {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        reader.get_ref().set_read_timeout(Some(left))?;
+        let bytes = match reader.fill_buf() {
+            Ok([]) => return Ok(!line.is_empty()),
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(error),
+        };
+        let end = bytes.iter().position(|byte| *byte == b'\n');
+        let taken = end.map_or(bytes.len(), |end| end + 1);
+        if line.len() + taken > room {
+            return Err(io::Error::other(format!(
+                "a message has more than {MAX_MESSAGE} bytes"
+            )));
+        }
+        line.extend(&bytes[..taken]);
+        reader.consume(taken);
+        if end.is_some() {
+            return Ok(true);
         }
     }
 }
@@ -187,5 +214,47 @@ mod tests {
         drop(qemu);
         let closed = ended.execute("cont", PATIENCE);
         assert!(matches!(closed, Err(QmpError::Closed(_))), "{closed:?}");
+    }
+
+    #[test]
+    fn a_line_without_end_is_bounded_in_size() {
+        let (wire, mut qemu) = wire("");
+        let writer = std::thread::spawn(move || {
+            let mut sent = 0;
+            // The write fails when the attacher has dropped the connection.
+            while sent < 4 * MAX_MESSAGE && qemu.write_all(&[b' '; 1 << 16]).is_ok() {
+                sent += 1 << 16;
+            }
+            sent
+        });
+        let closed = wire.execute("cont", PATIENCE).expect_err("no answer");
+        assert!(closed.to_string().contains("more than"), "{closed}");
+        drop(wire);
+        let sent = writer.join().expect("no panic");
+        assert!(sent < 2 * MAX_MESSAGE, "{sent}");
+    }
+
+    #[test]
+    fn a_line_that_dribbles_is_bounded_in_time() {
+        let (wire, mut qemu) = wire("");
+        let patience = Duration::from_millis(300);
+        std::thread::spawn(move || {
+            // Each byte comes well within the patience.
+            for _ in 0..300 {
+                std::thread::sleep(Duration::from_millis(20));
+                if qemu.write_all(b" ").is_err() {
+                    return;
+                }
+            }
+        });
+        let start = Instant::now();
+        let late = wire.execute("cont", patience);
+        assert!(matches!(late, Err(QmpError::TimedOut { .. })), "{late:?}");
+        // Without the bound the call lasts until the sender ends.
+        assert!(
+            start.elapsed() < Duration::from_secs(5),
+            "{:?}",
+            start.elapsed()
+        );
     }
 }
