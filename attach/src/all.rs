@@ -8,6 +8,7 @@ use std::io::IsTerminal;
 use std::path::Path;
 
 use anyhow::Context;
+use patchbay_attach::terminal::say;
 use patchbay_service::keys::declared::Declarations;
 use patchbay_supervisor::{Attacher, Earlier, Places, Supervisor, Target, Vms, runs, sockets_of};
 use tokio::signal::unix::{SignalKind, signal};
@@ -51,7 +52,7 @@ pub fn run(all: &All) -> anyhow::Result<()> {
             true => "the monitors report",
             false => "KVM runs on this host",
         };
-        eprintln!("attaching to each guest that {found}");
+        say(format_args!("attaching to each guest that {found}"));
         let is_free = |target: &Target| is_free(&run_dir, &target.name());
         loop {
             tokio::select! {

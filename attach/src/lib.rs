@@ -46,6 +46,7 @@ mod rights;
 pub mod rollback;
 mod run_page;
 mod stop;
+pub mod terminal;
 mod virsh;
 pub mod vsock;
 pub mod watchdog;

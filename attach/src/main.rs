@@ -18,6 +18,7 @@ use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::hybrid_vsock::{self, SocketFile};
 use patchbay_attach::ledger::LedgerName;
 use patchbay_attach::life::End;
+use patchbay_attach::terminal::say;
 use patchbay_attach::{Options, Target, attach, vsock, watchdog};
 use patchbay_guest::guest::Machine;
 use patchbay_guest::log_file::LogPath;
@@ -73,7 +74,7 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("patchbay-attach: {error:#}");
+            say(format_args!("patchbay-attach: {error:#}"));
             ExitCode::FAILURE
         }
     }
@@ -176,7 +177,12 @@ fn run(of: &GuestOf) -> anyhow::Result<()> {
     };
     let (keys, thread) = Keys::start(guest.clone(), registry, config)
         .context("a thread cannot be started; raise the limit on processes")?;
-    let begin = || eprintln!("attached to {name}; its API is at {}", path.display());
+    let begin = || {
+        say(format_args!(
+            "attached to {name}; its API is at {}",
+            path.display()
+        ));
+    };
     let until_eof = args.until_eof;
     let detached = signals.detach(renamed, keys.clone());
     let serving = serve(socket, keys, tracing, &guest, until_eof, detached, begin);

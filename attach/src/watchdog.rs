@@ -50,6 +50,7 @@ use crate::process::Process;
 use crate::qmp::QmpError;
 use crate::resume::resume;
 use crate::rollback::{Change, Outcome, Settled, count, roll_back};
+use crate::terminal::say;
 use crate::wire::Wire;
 use tail::{Messages, Tail};
 use words::{
@@ -339,9 +340,9 @@ pub fn run(
         false => Ok(()),
     };
     if let Err(error) = left.leave_mark() {
-        eprintln!(
+        say(format_args!(
             "the fate of the attacher's last change cannot be written ({error}), so the guest's counts tell the next attacher"
-        );
+        ));
     }
     match (rolled_back, resumed) {
         (Err(first), Err(second)) => Err(io::Error::other(format!("{first}; {second}"))),
@@ -477,14 +478,14 @@ fn put_right(
 
 fn report(change: &Change, settled: &Settled) -> io::Result<()> {
     if settled.rolled_back {
-        eprintln!("the attacher died during a change, which was rolled back");
+        say("the attacher died during a change, which was rolled back");
     }
     if !settled.moved.is_empty() {
-        eprintln!(
+        say(format_args!(
             "the guest has changed {} since the attacher's end; a reference of the attacher may be left: turn them off in the guest if they \
              should be",
             names(change, settled.moved.iter().copied())
-        );
+        ));
     }
     if settled.inconsistent.is_empty() {
         return Ok(());
@@ -511,19 +512,19 @@ fn names(change: &Change, keys: impl IntoIterator<Item = u32>) -> String {
 
 fn complain(migration: &Result<Migration, QmpError>) {
     match migration {
-        Ok(migration) if migration.is_cancelled() => eprintln!(
+        Ok(migration) if migration.is_cancelled() => say(format_args!(
             "the attacher died during a change; a migration that may have copied a part of the change was cancelled: start the migration again"
-        ),
-        Ok(migration) if migration.is_under_way() => eprintln!(
+        )),
+        Ok(migration) if migration.is_under_way() => say(format_args!(
             "the attacher died during a change; a migration that may have copied a part of the change is {:?} and was not cancelled: do not run the \
              guest at the destination",
             migration.status()
-        ),
+        )),
         Ok(_) => {}
-        Err(error) => eprintln!(
+        Err(error) => say(format_args!(
             "the attacher died during a change, and the monitor does not say whether a migration has copied a part of the change ({error}): restart a guest \
              that was migrated meanwhile"
-        ),
+        )),
     }
 }
 

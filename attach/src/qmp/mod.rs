@@ -25,6 +25,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 pub use error::QmpError;
+use patchbay_proto::text::cut;
 pub use peer::Peer;
 pub(crate) use peer::listens;
 use rustix::io::retry_on_intr;
@@ -37,6 +38,8 @@ use serde_json::{Deserializer, Value, json};
 pub(crate) const MAX_MESSAGE: usize = 16 << 20;
 /// The maximum length of a command, in bytes. A single write to a unix socket accepts this many.
 pub(crate) const MAX_COMMAND: usize = 32 << 10;
+/// The maximum length of QEMU's description of an error, in bytes. The rest is cut off.
+const MAX_DESCRIPTION: usize = 4 << 10;
 
 /// An event that QEMU reports.
 #[derive(Clone, Debug, PartialEq)]
@@ -366,11 +369,8 @@ pub(crate) fn message(command: &str, arguments: Value, id: Option<u64>) -> Strin
 pub(crate) fn returned(command: &str, mut answer: Value) -> Result<Value, QmpError> {
     if let Some(error) = answer.get("error") {
         let text = |name: &str| {
-            error
-                .get(name)
-                .and_then(Value::as_str)
-                .unwrap_or("")
-                .to_owned()
+            let text = error.get(name).and_then(Value::as_str);
+            cut(text.unwrap_or_default(), MAX_DESCRIPTION).into_owned()
         };
         return Err(QmpError::Refused {
             command: command.to_owned(),

@@ -225,3 +225,11 @@ fn a_full_queue_of_connections_is_reported_as_a_socket_in_use() {
         );
     }
 }
+
+#[test]
+fn a_description_of_an_error_is_bounded() {
+    let description = "d".repeat(MAX_MESSAGE / 2);
+    let error = json!({ "error": { "class": "GenericError", "desc": description } });
+    let refused = returned("cont", error).expect_err("refused");
+    assert!(refused.to_string().len() < 2 * MAX_DESCRIPTION);
+}
