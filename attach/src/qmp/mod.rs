@@ -36,6 +36,9 @@ use serde_json::{Deserializer, Value, json};
 /// The maximum length of a received message, in bytes. The flat view of a large machine takes tens
 /// of KiB.
 pub(crate) const MAX_MESSAGE: usize = 16 << 20;
+/// The maximum length of the first message, in bytes. Anybody may listen on a socket, and a QEMU's
+/// greeting has about 100.
+const MAX_GREETING: usize = 64 << 10;
 /// The maximum length of a command, in bytes. A single write to a unix socket accepts this many.
 pub(crate) const MAX_COMMAND: usize = 32 << 10;
 /// The maximum length of QEMU's description of an error, in bytes. The rest is cut off.
@@ -73,7 +76,8 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct State {
-    greeting: Option<Value>,
+    /// The first message, or its start if it is no greeting.
+    greeting: Option<Result<(), String>>,
     last_id: u64,
     /// The number of events that have arrived.
     events: u64,
@@ -167,19 +171,14 @@ impl Qmp {
             found,
         };
         let greeted = qmp.shared.wait_for(deadline, |state| {
-            let greeting = state.greeting.as_ref().map(|greeting| Ok(greeting.clone()));
+            let greeting = state.greeting.clone().map(Ok);
             greeting.or_else(|| state.closed.clone().map(Err))
         });
         match greeted {
             None => return Err(no_greeting(qmp.peer().ok().and_then(|peer| peer.pid))),
             Some(Err(closed)) => return Err(not_qmp(closed)),
-            Some(Ok(greeting)) if greeting.get("QMP").is_none() => {
-                return Err(not_qmp(format!(
-                    "it sent {}",
-                    shortened(&greeting.to_string())
-                )));
-            }
-            Some(Ok(_)) => {}
+            Some(Ok(Err(other))) => return Err(not_qmp(format!("it sent {other}"))),
+            Some(Ok(Ok(()))) => {}
         }
         qmp.execute("qmp_capabilities", Value::Null, patience)?;
         Ok(qmp)
@@ -407,7 +406,7 @@ impl Read for Limited {
         let most = bytes.len().min(self.left.get());
         if most == 0 {
             return Err(io::Error::other(format!(
-                "a message has more than {MAX_MESSAGE} bytes"
+                "a message has more than {MAX_MESSAGE} bytes, or the first more than {MAX_GREETING}"
             )));
         }
         let read = self.stream.read(&mut bytes[..most])?;
@@ -418,7 +417,7 @@ impl Read for Limited {
 
 /// Runs in the reading thread.
 fn read(shared: &Shared, stream: UnixStream, listener: &EventListener) {
-    let left = Rc::new(Cell::new(MAX_MESSAGE));
+    let left = Rc::new(Cell::new(MAX_GREETING));
     let limited = Limited {
         stream,
         left: Rc::clone(&left),
@@ -456,7 +455,11 @@ fn read(shared: &Shared, stream: UnixStream, listener: &EventListener) {
                     *call = Some(Answer { message, events });
                 }
             }
-            None if state.greeting.is_none() => state.greeting = Some(message),
+            None if state.greeting.is_none() => {
+                let is_greeting = message.get("QMP").is_some();
+                let greeting = is_greeting.then_some(());
+                state.greeting = Some(greeting.ok_or_else(|| shortened(&message.to_string())));
+            }
             None => {}
         }
         drop(state);

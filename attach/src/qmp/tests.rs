@@ -233,3 +233,18 @@ fn a_description_of_an_error_is_bounded() {
     let refused = returned("cont", error).expect_err("refused");
     assert!(refused.to_string().len() < 2 * MAX_DESCRIPTION);
 }
+
+#[test]
+fn a_long_greeting_is_refused() {
+    let fake = Fake::new(|mut session| {
+        session.say(&GREETING.replace(
+            "\"package\": \"",
+            &format!("\"package\": \"{}", "x".repeat(MAX_GREETING)),
+        ));
+        while let Some(command) = session.next() {
+            session.say(&format!("{{\"return\": {{}}, \"id\": {}}}", command["id"]));
+        }
+    });
+    let error = connect(&fake).expect_err("it is too long");
+    assert!(error.to_string().contains("the first more than"), "{error}");
+}
