@@ -297,8 +297,7 @@ impl Host {
     ///
     /// # Errors
     /// The VM has been closed, the dirty log of its largest slot is on, it has more slots than are
-    /// supported or more memory than the host, or the monitor's mappings were not read before the
-    /// deadline.
+    /// supported, or the monitor's mappings were not read before the deadline.
     pub fn ram(
         &self,
         deadline: Instant,
@@ -310,17 +309,6 @@ impl Host {
         }
         let mappings = |addresses| self.process.mappings(addresses, deadline);
         let ranges = ram_of(&state.vm, &state.used, self.logging, removal, mappings)?;
-        let bytes = ranges.iter().fold(0_u64, |sum, range| {
-            sum.saturating_add(range.addresses.end - range.addresses.start)
-        });
-        // The bitmap of written pages takes memory in proportion to the guest's RAM, so that size
-        // is limited.
-        let limit = host_memory().saturating_mul(4);
-        if bytes > limit {
-            return Err(AttachError::Refused(format!(
-                "the guest has {bytes} bytes of RAM, more than four times the host's memory and swap"
-            )));
-        }
         state.used = ranges.iter().map(|range| range.addresses.clone()).collect();
         Ok(ranges)
     }
@@ -458,7 +446,7 @@ fn overlaps(slot: &Slot, used: &[Range<u64>]) -> bool {
 }
 
 /// Returns the size of the host's memory and swap in bytes.
-fn host_memory() -> u64 {
+pub(crate) fn host_memory() -> u64 {
     let host = rustix::system::sysinfo();
     let units = host.totalram.saturating_add(host.totalswap);
     units.saturating_mul(host.mem_unit.into())

@@ -36,6 +36,7 @@ use patchbay_memory::{OutsideMemory, PhysicalMemory};
 use crate::at_once::{self, Copies, ProcessWord, Written};
 use crate::error::AttachError;
 use crate::flat_view::{MAX_RANGES, RamRange};
+use crate::host::host_memory;
 use crate::process::Process;
 use crate::region::{HostMemory, Region};
 
@@ -117,6 +118,7 @@ impl AttachedRam {
         deadline: Instant,
         host_address: impl Fn(u64) -> Result<u64, AttachError>,
     ) -> Result<bool, AttachError> {
+        check_size(&ranges)?;
         let known = self.regions().clone();
         let mut placed = Vec::with_capacity(ranges.len());
         for range in ranges {
@@ -463,6 +465,21 @@ fn find<'r>(
         length: word.length,
     };
     Some((place, region, piece))
+}
+
+/// Refuses more RAM than a guest of this host can have. QEMU or the host's kernel reports the
+/// ranges, and the monitor chooses them. The bitmap of written pages takes memory in proportion to
+/// their size.
+fn check_size(ranges: &[RamRange]) -> Result<(), AttachError> {
+    let bytes = ranges.iter().fold(0_u64, |sum, range| {
+        sum.saturating_add(range.addresses.end - range.addresses.start)
+    });
+    if bytes > host_memory().saturating_mul(4) {
+        return Err(AttachError::Refused(format!(
+            "the guest has {bytes} bytes of RAM, more than four times the host's memory and swap"
+        )));
+    }
+    Ok(())
 }
 
 #[cfg(test)]

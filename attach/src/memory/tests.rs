@@ -436,3 +436,18 @@ fn marks_outlive_another_shape_of_a_region() {
     assert!(!memory.is_dirty(BASE + SIZE - 8192));
     assert!(!memory.is_dirty(BASE));
 }
+
+#[test]
+fn more_ram_than_a_guest_of_this_host_can_have_is_refused() {
+    let monitor = Monitor::new();
+    let memory = monitor.open(Access::Process);
+    let half = host_memory().saturating_mul(2) / SIZE * SIZE + SIZE;
+    let ranges = vec![
+        range(0, half, Removal::Never),
+        range(half, half, Removal::Never),
+    ];
+    let host_address = |address| monitor.host_address(address);
+    let refused = memory.update(&monitor.process, ranges, later(), host_address);
+    let refused = refused.expect_err("too large").to_string();
+    assert!(refused.contains("four times"), "{refused}");
+}
