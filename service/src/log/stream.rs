@@ -21,6 +21,11 @@ const IDLE: Duration = Duration::from_millis(200);
 /// written, and for a ring buffer that the guest keeps changing.
 const STALL: Duration = Duration::from_millis(500);
 
+/// For a client that does not follow: the maximum time that the log is read, without the time in
+/// which the client takes the records. A guest that keeps writing may make its newest record at the
+/// start have a number that no later record reaches.
+const DUMP: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
+
 /// The records that a client selects.
 #[derive(Clone, Debug)]
 pub struct Wanted {
@@ -107,6 +112,7 @@ impl LogStream {
         let mut stalled: Option<Instant> = None;
         // In a dump, records that are not finished are sent last.
         let mut unfinished = false;
+        let mut reading = Duration::ZERO;
         loop {
             // Nothing is read until the client has taken the previous records.
             let Ok(permit) = sender.reserve().await else {
@@ -114,6 +120,7 @@ impl LogStream {
             };
             let mut message = v1::StreamKernelLogResponse::default();
             let mut rest = BUSY;
+            let turn = Instant::now();
             loop {
                 let before = self.reader.next_seq();
                 let polled = tokio::task::spawn_blocking(move || {
@@ -140,12 +147,13 @@ impl LogStream {
                 let is_empty = message.records.is_empty() && message.lost == 0;
                 if self.wanted.no_follow {
                     let has_passed = self.has_passed();
-                    let gives_up = unfinished && !advances;
+                    let is_late = reading + turn.elapsed() >= DUMP;
+                    let gives_up = is_late || unfinished && !advances;
                     if has_passed || unreadable || gives_up {
                         if !is_empty {
                             permit.send(Ok(message));
                         }
-                        return match has_passed || !(unreadable || more) {
+                        return match has_passed || !(unreadable || more || is_late) {
                             true => Ok(()),
                             false => Err(incomplete()),
                         };
@@ -162,6 +170,7 @@ impl LogStream {
                 }
             }
             permit.send(Ok(message));
+            reading += turn.elapsed();
         }
     }
 

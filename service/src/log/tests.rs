@@ -128,6 +128,43 @@ async fn a_dump_ends_with_what_there_is_and_shows_an_unfinished_line() {
 }
 
 #[tokio::test]
+async fn a_dump_ends_although_the_guest_keeps_writing() {
+    let lab = Lab::new();
+    // A record with a number that no record reaches is the newest one when the dump begins.
+    let (at, seq) = lab.log.write(|writer| {
+        let seq = writer.seq;
+        let id = writer.print(6, "forged");
+        let at = writer.info(id);
+        writer.put(at, u64::MAX);
+        (at, seq)
+    });
+    let mut client = lab.open(DUMP).await;
+    lab.log.write(|writer| writer.put(at, seq));
+    let guest = async {
+        loop {
+            lab.log.print(6, "more");
+            tokio::task::yield_now().await;
+        }
+    };
+    let mut last = None;
+    let dump = async {
+        while let Some(message) = client.0.recv().await {
+            last = Some(message.map(drop));
+        }
+    };
+    let dumped = async {
+        tokio::select! {
+            () = dump => {}
+            () = guest => {}
+        }
+    };
+    let dumped = tokio::time::timeout(Duration::from_secs(20), dumped).await;
+    dumped.expect("it ends");
+    let error = last.expect("a message").expect_err("it is not complete");
+    assert!(error.message().contains("not read to its end"), "{error}");
+}
+
+#[tokio::test]
 async fn levels_and_times_and_numbers_select() {
     let lab = Lab::new();
     for number in 0..10_u8 {
