@@ -143,6 +143,7 @@ mod tests {
             kind: Kind::Other,
             program: "krunvm".to_owned(),
             name: name.map(str::to_owned),
+            words: Default::default(),
         };
         ListedVm {
             pid: 7,

@@ -34,6 +34,7 @@ mod monitor;
 #[cfg(test)]
 mod testing;
 mod vm;
+mod words;
 
 pub use bpf::Bpf;
 pub use kcore::Kcore;
@@ -44,3 +45,4 @@ pub use locks::Locks;
 pub use memory::{KernelMemory, ReadError, TransportError};
 pub use monitor::{Kind, Monitor, option_value};
 pub use vm::{DirtyLogging, Protection, Refusal, Slot, Vcpu, Vm};
+pub use words::Words;

@@ -4,6 +4,9 @@
 //! A process chooses its own command line, so a name is only for display and proves nothing.
 
 use std::path::Path;
+use std::sync::Arc;
+
+use crate::words::Words;
 
 /// The maximum length of a name in bytes.
 const MAX_NAME: usize = 255;
@@ -36,6 +39,8 @@ pub struct Monitor {
     pub program: String,
     /// The guest's name on the command line.
     pub name: Option<String>,
+    /// The words on the command line of a QEMU; none for another monitor.
+    pub words: Arc<Words>,
 }
 
 impl Kind {
@@ -95,6 +100,10 @@ impl Monitor {
             kind,
             program: shortened(program),
             name: name.as_deref().map(shortened),
+            words: Arc::new(match kind {
+                Kind::Qemu => Words::of(command_line),
+                _ => Words::default(),
+            }),
         }
     }
 }

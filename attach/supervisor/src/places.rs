@@ -10,13 +10,11 @@
 //! None of these waits for another: `virsh` and the scan for VMs run separately, and each change is
 //! combined with the last results of the others.
 
-use std::cell::LazyCell;
 use std::collections::BTreeSet;
-use std::ops::Deref;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use patchbay_host_kernel::{Kind, ListedVm, read_file};
+use patchbay_host_kernel::{Kind, ListedVm};
 use tokio::time::Instant;
 
 use crate::domains::Libvirt;
@@ -139,9 +137,7 @@ fn owner(
     since: Instant,
 ) -> Owner {
     let is_qemu = vm.monitor.kind == Kind::Qemu;
-    let path = format!("/proc/{}/cmdline", vm.pid);
-    let line = LazyCell::new(|| read_file(Path::new(&path)).unwrap_or_default());
-    match found.iter().any(|target| serves(target, vm, &line)) {
+    match found.iter().any(|target| serves(target, vm)) {
         true => Owner::Other,
         false if is_qemu && libvirt.is_some_and(|libvirt| libvirt.is_older_than(since)) => {
             Owner::Unknown
@@ -150,30 +146,22 @@ fn owner(
     }
 }
 
-/// Returns whether the guest of this VM is that of a target with a monitor. `line` is the VM's
-/// command line, which the process chooses. By its command line, a process can only prevent the
-/// attachment to its own guest.
-fn serves(target: &Target, vm: &ListedVm, line: &impl Deref<Target = Vec<u8>>) -> bool {
+/// Returns whether the guest of this VM is that of a target with a monitor. The process chooses its
+/// own command line, by which it can only prevent the attachment to its own guest. The scan has
+/// split the command line, because any user may have many processes with long ones.
+fn serves(target: &Target, vm: &ListedVm) -> bool {
     let is_qemu = vm.monitor.kind == Kind::Qemu;
     match target {
         Target::Domain { name, .. } => is_qemu && vm.monitor.name.as_ref() == Some(name),
         Target::Qmp { path, .. } => {
-            is_qemu && names_path(line, path.as_os_str().as_encoded_bytes())
+            is_qemu
+                && vm
+                    .monitor
+                    .words
+                    .contain(path.as_os_str().as_encoded_bytes())
         }
         Target::Process { .. } => false,
     }
-}
-
-/// Returns whether a command line contains a path as a word, as in `unix:PATH,server=on` and
-/// `path=PATH`, and not only the beginning or the end of another path.
-fn names_path(line: &[u8], path: &[u8]) -> bool {
-    let ends = |byte: Option<&u8>| byte.is_none_or(|byte| b"\0,:=".contains(byte));
-    let starts = (0..line.len()).filter(|start| line[*start..].starts_with(path));
-    !path.is_empty()
-        && starts.into_iter().any(|start| {
-            let before = start.checked_sub(1).and_then(|at| line.get(at));
-            ends(before) && ends(line.get(start + path.len()))
-        })
 }
 
 fn qmp(path: PathBuf) -> Option<Target> {
@@ -183,9 +171,10 @@ fn qmp(path: PathBuf) -> Option<Target> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
     use std::time::Duration;
 
-    use patchbay_host_kernel::Verdict;
+    use patchbay_host_kernel::{Verdict, Words};
 
     use super::*;
     use crate::domains::{LIST_INTERVAL, LIST_REST};
@@ -259,41 +248,22 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_not_found_in_a_longer_one() {
-        for (line, is_there) in [
-            ("-qmp\0unix:/run/vm/a,server=on\0", true),
-            ("-chardev\0socket,path=/run/vm/a\0", true),
-            ("/run/vm/a", true),
-            ("-qmp\0unix:/run/vm/ab,server=on\0", false),
-            ("-qmp\0unix:/srv/run/vm/a\0", false),
-            ("-qmp\0unix:/run/vm/ab\0-qmp\0unix:/run/vm/a\0", true),
-            ("", false),
-        ] {
-            assert_eq!(
-                names_path(line.as_bytes(), b"/run/vm/a"),
-                is_there,
-                "{line}"
-            );
-        }
-        assert!(!names_path(b"x", b""));
-    }
-
-    #[test]
     fn a_guest_of_two_places_is_attached_once() {
-        let own = read_file(Path::new("/proc/self/cmdline")).expect("it runs");
-        let serves = |target: &Target, vm: &ListedVm| serves(target, vm, &&own);
         let domain = domain();
         assert!(serves(&domain, &vm(Kind::Qemu, "web")));
         assert!(!serves(&domain, &vm(Kind::Qemu, "web-1")));
         assert!(!serves(&domain, &vm(Kind::Firecracker, "web")));
-        // This process's command line names its program.
-        let socket = |path: PathBuf| Target::Qmp { path, inode: 1 };
-        let own = std::env::args_os().next().expect("a program");
-        assert!(serves(&socket(own.clone().into()), &vm(Kind::Qemu, "x")));
-        assert!(!serves(&socket(own.into()), &vm(Kind::Other, "x")));
-        assert!(!serves(
-            &socket("/nonexistent".into()),
-            &vm(Kind::Qemu, "x")
-        ));
+        let socket = |path: &str| Target::Qmp {
+            path: path.into(),
+            inode: 1,
+        };
+        let with_line = |kind| {
+            let mut vm = vm(kind, "x");
+            vm.monitor.words = Arc::new(Words::of(b"-qmp\0unix:/run/vm/a,server=on\0"));
+            vm
+        };
+        assert!(serves(&socket("/run/vm/a"), &with_line(Kind::Qemu)));
+        assert!(!serves(&socket("/run/vm/a"), &with_line(Kind::Other)));
+        assert!(!serves(&socket("/nonexistent"), &with_line(Kind::Qemu)));
     }
 }

@@ -15,6 +15,7 @@ pub(crate) fn vm(pid: u32, name: Option<&str>, verdict: Verdict) -> ListedVm {
             kind: Kind::Firecracker,
             program: "firecracker".to_owned(),
             name: name.map(str::to_owned),
+            words: Default::default(),
         },
         vcpus: Some(1),
         memory_bytes: None,
