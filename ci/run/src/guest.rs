@@ -147,11 +147,12 @@ impl Guest {
         let begin = Instant::now();
         let end = self.session.run(start, limit, sink).await?;
         let time = begin.elapsed();
+        let connected = self.session.is_connected();
         let shown = async {
             match end {
                 End::NotStarted(_) => {}
                 // A kernel that crashes prints the reason before the monitor ends.
-                End::Lost => {
+                _ if !connected => {
                     let _ = self.monitor.wait().await;
                     self.console.end().await;
                 }
@@ -159,9 +160,9 @@ impl Guest {
             }
         };
         // After a timeout, the run continues with the output so far.
-        let limit = match end {
-            End::Lost => CONSOLE_TIME / 5,
-            _ => CONSOLE_TIME,
+        let limit = match connected {
+            true => CONSOLE_TIME,
+            false => CONSOLE_TIME / 5,
         };
         let _ = tokio::time::timeout(patience(limit), shown).await;
         Ok(Outcome {
@@ -169,6 +170,11 @@ impl Guest {
             reports: self.console.take_reports(),
             time,
         })
+    }
+
+    /// Returns whether the agent is connected, so that another command can run.
+    pub fn is_connected(&self) -> bool {
+        self.session.is_connected()
     }
 
     /// Returns the reason why the connection to the agent ended.

@@ -247,7 +247,7 @@ fn status(outcome: &Outcome) -> u8 {
     let status = match outcome.end {
         End::Exited(code) => u8::try_from(code).unwrap_or(FAILED),
         End::Signal(signal) => u8::try_from(128 + signal).unwrap_or(FAILED),
-        End::TimedOut => TIMED_OUT,
+        End::TimedOut | End::Hung => TIMED_OUT,
         End::NotStarted(_) => NOT_FOUND,
         End::Lost => UNABLE,
     };
@@ -341,6 +341,7 @@ mod tests {
             (End::Exited(256), &[], 1),
             (End::Signal(9), &[], 137),
             (End::TimedOut, &[], 124),
+            (End::Hung, &["watchdog: BUG: x"], 124),
             (End::NotStarted(String::new()), &[], 127),
             (End::Lost, &["BUG: x"], 125),
         ] {

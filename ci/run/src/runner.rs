@@ -250,15 +250,14 @@ impl Runner {
             output.push('\n');
         }
         if let Some(Origin { collect, .. }) = self.origin.clone() {
-            if outcome.end == End::Lost {
+            if !self.is_connected() {
                 self.discard().await;
             }
             let collect = collect.of_run(name);
             collect.from(self.booted(), Some(name)).await?;
         }
         // A report changes the kernel's state: for example, WARN_ONCE() does not warn again.
-        let mut intact =
-            self.origin.is_none() && outcome.end != End::Lost && outcome.reports.is_empty();
+        let mut intact = self.origin.is_none() && self.is_connected() && outcome.reports.is_empty();
         if intact && !settings.is_empty() {
             let back: Vec<Setting> = settings.iter().map(Setting::reversed).collect();
             intact = self.keys().await?.set(&back, allow_guarded).await.is_ok();
@@ -272,6 +271,12 @@ impl Runner {
             time: outcome.time,
             output,
         }))
+    }
+
+    /// Returns whether there is a guest in which another command can run.
+    fn is_connected(&self) -> bool {
+        let guest = self.guest.as_ref();
+        guest.is_some_and(|(guest, _)| guest.is_connected())
     }
 
     /// Returns the guest, if there is one.
@@ -294,11 +299,15 @@ pub fn failure(
     limit: Duration,
     loss: impl FnOnce() -> String,
 ) -> Option<String> {
+    let seconds = limit.as_secs_f32();
     let end = match &outcome.end {
         End::Exited(0) => None,
         End::Exited(code) => Some(format!("exit status {code}")),
         End::Signal(signal) => Some(format!("ended by signal {signal}")),
-        End::TimedOut => Some(format!("did not end within {} s", limit.as_secs_f32())),
+        End::TimedOut => Some(format!("did not end within {seconds} s")),
+        End::Hung => Some(format!(
+            "did not end within {seconds} s and could not be killed: the guest hangs"
+        )),
         End::NotStarted(error) => Some(error.clone()),
         End::Lost => Some(loss()),
     };
@@ -333,6 +342,11 @@ mod tests {
             (End::Exited(1), &[][..], "exit status 1"),
             (End::Signal(11), &[], "signal 11"),
             (End::TimedOut, &[], "within 3 s"),
+            (
+                End::Hung,
+                &[],
+                "within 3 s and could not be killed: the guest hangs",
+            ),
             (End::NotStarted("no program x".into()), &[], "no program x"),
             (End::Lost, &[], "gone"),
             (

@@ -39,7 +39,9 @@ pub enum End {
     TimedOut,
     /// The command could not be started; the text is a sentence.
     NotStarted(String),
-    /// The connection ended, or a killed command did not end: the guest or the agent is gone.
+    /// The time limit had passed, and the killed command did not end either.
+    Hung,
+    /// The connection ended: the guest or the agent is gone.
     Lost,
 }
 
@@ -96,8 +98,8 @@ impl Session {
         Ok(())
     }
 
-    /// Runs a command to its end, or kills it after `limit`. Returns [`End::Lost`] if the killed
-    /// command does not end.
+    /// Runs a command to its end, or kills it after `limit`. If the killed command does not end,
+    /// ends the connection and returns [`End::Hung`].
     ///
     /// # Errors
     /// The command and its environment are too long, or the agent breaks the protocol.
@@ -116,7 +118,8 @@ impl Session {
                 message = self.messages.recv() => message,
                 () = &mut over => {
                     if killed {
-                        return Ok(End::Lost);
+                        self.hang_up();
+                        return Ok(End::Hung);
                     }
                     killed = true;
                     self.ask(Question::Kill(ExecKill {})).await?;
@@ -169,6 +172,11 @@ impl Session {
                 _ => bail!("the agent in the guest answered out of turn"),
             }
         }
+    }
+
+    /// Returns whether the connection is open, so that another command can run.
+    pub fn is_connected(&self) -> bool {
+        !self.messages.is_closed()
     }
 
     /// Ends the connection. Otherwise the answers that are still to come would be taken for those
@@ -382,10 +390,35 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_command_is_killed_after_its_time_and_given_up_if_it_does_not_end() {
         let (mut session, _guest) = connected().await;
+        assert!(session.is_connected());
         let limit = Duration::from_secs(5);
         let mut kept = Kept::default();
         let run = session.run(ExecStart::default(), limit, &mut kept);
-        assert_eq!(run.await.unwrap(), End::Lost);
+        assert_eq!(run.await.unwrap(), End::Hung);
+        assert!(!session.is_connected());
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_ends_after_the_kill_serves_no_other_command() {
+        let (mut session, mut guest) = connected().await;
+        let mut kept = Kept::default();
+        let run = session.run(ExecStart::default(), Duration::ZERO, &mut kept);
+        let leave = async {
+            let mut asked = vec![0; 4096];
+            // The start and the kill.
+            let kill = encode(&ToExec {
+                message: Some(Question::Kill(ExecKill {})),
+            });
+            let (kill, mut seen) = (kill.unwrap(), vec![]);
+            while !seen.ends_with(&kill) {
+                let length = guest.read(&mut asked).await.unwrap();
+                seen.extend(&asked[..length]);
+            }
+            drop(guest);
+        };
+        let (end, ()) = tokio::join!(run, leave);
+        assert_eq!(end.unwrap(), End::TimedOut);
+        assert!(!session.is_connected());
     }
 
     #[tokio::test]

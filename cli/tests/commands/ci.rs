@@ -261,6 +261,15 @@ fn a_crash_boots_anew_and_the_rest_goes_on() {
     ci.expect(1, &texts, &["--matrix", "[a-h]", "--", "panic-with", "c"]);
 }
 
+/// Checks that the next key is not blamed for a guest whose agent left after a timeout.
+#[test]
+fn a_guest_that_is_lost_after_a_timeout_is_replaced() {
+    let Some(ci) = Ci::new() else { return };
+    let words = ["--timeout", "500ms", "--matrix", "[ab]", "--"];
+    let texts = ["FAIL  a=on", "within 0.5 s", "ok    b=on", ", 2 boots "];
+    ci.expect(1, &texts, &[&words[..], &["leave-with", "a"]].concat());
+}
+
 #[test]
 fn together_finds_the_smallest_failing_set() {
     let Some(ci) = Ci::new() else { return };
