@@ -172,6 +172,11 @@ impl Guest {
         })
     }
 
+    /// Returns the kernel's reports since the last call, or since the last command.
+    pub fn take_reports(&self) -> Vec<String> {
+        self.console.take_reports()
+    }
+
     /// Returns whether the agent is connected, so that another command can run.
     pub fn is_connected(&self) -> bool {
         self.session.is_connected()

@@ -244,30 +244,53 @@ impl Runner {
         }
         let mut kept = Kept::default();
         let (outcome, failure) = self.run(&mut kept).await?;
-        let mut output = kept.text();
-        for report in &outcome.reports {
-            output.push_str(&printable(report));
-            output.push('\n');
-        }
+        // The reports after the end of the command. They belong to this run, not to the next one.
+        let mut late = vec![];
         if let Some(Origin { collect, .. }) = self.origin.clone() {
             if !self.is_connected() {
-                self.discard().await;
+                late = self.discard().await;
             }
             let collect = collect.of_run(name);
             collect.from(self.booted(), Some(name)).await?;
         }
         // A report changes the kernel's state: for example, WARN_ONCE() does not warn again.
         let mut intact = self.origin.is_none() && self.is_connected() && outcome.reports.is_empty();
+        let mut not_restored = None;
         if intact && !settings.is_empty() {
             let back: Vec<Setting> = settings.iter().map(Setting::reversed).collect();
-            intact = self.keys().await?.set(&back, allow_guarded).await.is_ok();
+            if let Err(error) = self.keys().await?.set(&back, allow_guarded).await {
+                let why = printable(error.message());
+                not_restored = Some(format!("the keys could not be flipped back: {why}"));
+            }
+            late.extend(
+                self.booted()
+                    .map(|guest| guest.take_reports())
+                    .unwrap_or_default(),
+            );
+            intact = not_restored.is_none() && late.is_empty();
         }
         if !intact {
-            self.discard().await;
+            late.extend(self.discard().await);
         }
+        let mut output = kept.text();
+        for report in outcome.reports.iter().chain(&late) {
+            output.push_str(&printable(report));
+            output.push('\n');
+        }
+        // The failure names the first report of the run, if there is one.
+        let late = late.first().filter(|_| outcome.reports.is_empty());
+        let reasons: Vec<String> = failure
+            .into_iter()
+            .chain(not_restored)
+            .chain(late.map(|report| reported(report)))
+            .collect();
+        let verdict = match reasons.is_empty() {
+            true => Verdict::Passed,
+            false => Verdict::Failed(reasons.join("; ")),
+        };
         Ok(Attempt::Ran(Case {
             name: name.to_owned(),
-            verdict: failure.map_or(Verdict::Passed, Verdict::Failed),
+            verdict,
             time: outcome.time,
             output,
         }))
@@ -311,14 +334,17 @@ pub fn failure(
         End::NotStarted(error) => Some(error.clone()),
         End::Lost => Some(loss()),
     };
-    let report = outcome.reports.first().map(|report| {
-        let line = report.lines().next().unwrap_or_default();
-        format!("the kernel reported: {}", printable(line))
-    });
+    let report = outcome.reports.first().map(|report| reported(report));
     match (end, report) {
         (Some(end), Some(report)) => Some(format!("{end}; {report}")),
         (end, report) => end.or(report),
     }
+}
+
+/// Returns the reason of a failure with the first line of a kernel's report.
+fn reported(report: &str) -> String {
+    let line = report.lines().next().unwrap_or_default();
+    format!("the kernel reported: {}", printable(line))
 }
 
 #[cfg(test)]

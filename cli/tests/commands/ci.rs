@@ -270,6 +270,21 @@ fn a_guest_that_is_lost_after_a_timeout_is_replaced() {
     ci.expect(1, &texts, &[&words[..], &["leave-with", "a"]].concat());
 }
 
+/// Checks that a key, and not the next one, is blamed for a problem when it is flipped back.
+#[test]
+fn a_failure_of_the_way_back_belongs_to_its_key() {
+    let Some(ci) = Ci::new() else { return };
+    for (how, why) in [
+        ("warn", "s): the kernel reported: [    8.000000] WARNING"),
+        ("panic", "the kernel reported: [    8.000000] Kernel panic"),
+        ("late", "s): the keys could not be flipped back: "),
+    ] {
+        let texts = ["FAIL  a=on", why, "ok    b=on", ", 2 boots "];
+        let words = ["--matrix", "[ab]", "--", "fail-back", "a", how];
+        ci.expect(1, &texts, &words);
+    }
+}
+
 #[test]
 fn together_finds_the_smallest_failing_set() {
     let Some(ci) = Ci::new() else { return };

@@ -101,6 +101,22 @@ impl FakeGuest {
                 assert!(matches!(self.receive(), Some(Question::Kill(_))));
                 let _ = self.stream.shutdown(std::net::Shutdown::Both);
             }
+            // With the key on, succeeds, and fails when the key is turned off again.
+            ["fail-back", key, how] if self.any_on(&[key]) => {
+                let panics = how == "panic";
+                match how {
+                    "late" => self.keys.guest.set_late(true),
+                    _ => self.keys.guest.on_pause(move || {
+                        if panics {
+                            console("[    8.000000] Kernel panic - not syncing: the way back");
+                            std::process::exit(0);
+                        }
+                        console("[    8.000000] WARNING: CPU: 0 PID: 7 at kernel/x.c:1 f+0x1/0x2");
+                        console("[    8.100000] ---[ end trace 0000000000000000 ]---");
+                    }),
+                }
+                self.end(mark, Some(0), 0);
+            }
             ["lose-agent"] => {
                 let _ = self.stream.shutdown(std::net::Shutdown::Both);
             }
