@@ -238,6 +238,7 @@ async fn run_once(runner: &mut Runner, arguments: &RunArgs) -> Result<(Vec<Case>
         verdict: failure.map_or(Verdict::Passed, Verdict::Failed),
         time: outcome.time,
         output,
+        cut: kept.is_cut(),
     };
     Ok((vec![case], status))
 }

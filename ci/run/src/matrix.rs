@@ -220,5 +220,6 @@ pub fn skipped(name: String, why: String) -> Case {
         verdict: Verdict::Skipped(why),
         time: std::time::Duration::ZERO,
         output: String::new(),
+        cut: false,
     }
 }

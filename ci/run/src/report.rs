@@ -22,6 +22,8 @@ pub struct Case {
     pub time: Duration,
     /// The command's output and the kernel's reports.
     pub output: String,
+    /// The output was too long, and `output` lacks its beginning.
+    pub cut: bool,
 }
 
 impl Case {
@@ -127,6 +129,7 @@ mod tests {
             verdict,
             time: Duration::from_millis(1500),
             output: output.to_owned(),
+            cut: false,
         };
         vec![
             case("no key flipped", Verdict::Passed, "fine\n"),

@@ -37,6 +37,11 @@ impl Sink for Kept {
 }
 
 impl Kept {
+    /// Returns whether the beginning of the output was dropped.
+    pub fn is_cut(&self) -> bool {
+        self.dropped
+    }
+
     pub fn text(&self) -> String {
         let text = printable(&String::from_utf8_lossy(&self.bytes));
         match self.dropped {
@@ -240,6 +245,7 @@ impl Runner {
                 )),
                 time: Duration::ZERO,
                 output: String::new(),
+                cut: false,
             }));
         }
         let mut kept = Kept::default();
@@ -293,6 +299,7 @@ impl Runner {
             verdict,
             time: outcome.time,
             output,
+            cut: kept.is_cut(),
         }))
     }
 
@@ -400,6 +407,6 @@ mod tests {
         kept.take(2, b"the end\x1b[2J").await;
         let text = kept.text();
         assert!(text.len() <= 2 * KEPT + 64 && text.ends_with("the end[2J"));
-        assert!(text.starts_with("[the beginning is left out]"));
+        assert!(text.starts_with("[the beginning is left out]") && kept.is_cut());
     }
 }

@@ -245,6 +245,7 @@ fn a_command_that_fails_or_measures_nothing_at_once_ends_the_comparison() {
         (1, "1e-100 to 1e100", &["say", "took inf ns", "", "0"]),
         (1, "1e-100 to 1e100", &["say", "took 0 ns", "", "0"]),
         (1, "1e-100 to 1e100", &["say", "took -5 ns", "", "0"]),
+        (1, "the output exceeds 512 KiB", &["flood"]),
     ] {
         let words = [&["--key", "a", "--metric", METRIC, "--"], command].concat();
         let done = expect(&ci, status, &[fails, why], &words);

@@ -178,6 +178,14 @@ impl FakeGuest {
                 self.print(1, &format!("took {time} ns\n"));
                 self.end(mark, Some(0), 0);
             }
+            // Prints 640 KiB, and then a measurement.
+            ["flood"] => {
+                for _ in 0..10 {
+                    self.print(1, &"x".repeat(64 << 10));
+                }
+                self.print(1, "\ntook 5 ns\n");
+                self.end(mark, Some(0), 0);
+            }
             ["print-without", _, text] => {
                 if !self.on(&argv[1..2]) {
                     self.print(1, text);

@@ -39,11 +39,25 @@ impl Metric {
         self.0.as_str()
     }
 
-    /// Returns the number that the group matches in a run's output.
+    /// Returns the number that the group matches in a run's output. `cut` is true if `output` lacks
+    /// its beginning.
     ///
     /// # Errors
-    /// The expression does not match exactly once, or the group is not a positive number.
-    pub fn measure(&self, output: &str) -> Result<f64, String> {
+    /// The output is cut, the expression does not match exactly once, or the group is not a
+    /// positive number.
+    pub fn measure(&self, output: &str, cut: bool) -> Result<f64, String> {
+        // The part that was dropped may contain the number, or a second match.
+        if cut {
+            return Err(
+                "the output exceeds 512 KiB, so --metric cannot search all of it; print less, or \
+                 write to a file"
+                    .to_owned(),
+            );
+        }
+        self.find(output)
+    }
+
+    fn find(&self, output: &str) -> Result<f64, String> {
         let mut found = self.0.captures_iter(output);
         let Some(first) = found.next() else {
             return Err("its output does not match --metric".to_owned());
@@ -98,7 +112,7 @@ mod tests {
             ("first\nns:1e3\nlast\n", 1000.0),
             ("ns: +7\n", 7.0),
         ] {
-            assert_eq!(metric.measure(output), Ok(number), "{output}");
+            assert_eq!(metric.find(output), Ok(number), "{output}");
         }
         for (output, why) in [
             ("", "does not match"),
@@ -115,17 +129,25 @@ mod tests {
             ("ns: 1e-300", "1e-100 to"),
             ("ns: 1e999", "1e-100 to"),
         ] {
-            let error = metric.measure(output).unwrap_err();
+            let error = metric.find(output).unwrap_err();
             assert!(error.contains(why), "{output}: {error}");
         }
         let long = format!("ns: {}", "x".repeat(100_000));
-        assert!(metric.measure(&long).unwrap_err().len() < 200);
+        assert!(metric.find(&long).unwrap_err().len() < 200);
+    }
+
+    #[test]
+    fn an_output_without_its_beginning_is_not_searched() {
+        let metric = Metric::parse(r"took (\d+)").unwrap();
+        assert_eq!(metric.measure("took 5", false), Ok(5.0));
+        let error = metric.measure("took 5", true).unwrap_err();
+        assert!(error.contains("exceeds 512 KiB"), "{error}");
     }
 
     #[test]
     fn a_group_that_takes_no_part_is_no_number() {
         let metric = Metric::parse(r"done( \d+)?").unwrap();
-        assert_eq!(metric.measure("done 5"), Ok(5.0));
-        assert!(metric.measure("done").unwrap_err().contains("no number"));
+        assert_eq!(metric.find("done 5"), Ok(5.0));
+        assert!(metric.find("done").unwrap_err().contains("no number"));
     }
 }

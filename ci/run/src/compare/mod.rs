@@ -237,7 +237,7 @@ async fn first_run(runner: &mut Runner, arguments: &CompareArgs) -> Result<Optio
     let (outcome, failure) = runner.run(&mut kept).await?;
     let (why, status) = match (failure, &arguments.metric) {
         (Some(why), _) => (why, status(&outcome)),
-        (None, Some(metric)) => match metric.measure(&kept.text()) {
+        (None, Some(metric)) => match metric.measure(&kept.text(), kept.is_cut()) {
             Ok(_) => return Ok(None),
             Err(why) => (why, FAILED),
         },
@@ -342,7 +342,7 @@ impl Comparing {
     fn measure(&self, case: &Case) -> Result<f64, String> {
         match (&case.verdict, &self.metric) {
             (CaseVerdict::Failed(why) | CaseVerdict::Skipped(why), _) => Err(why.clone()),
-            (CaseVerdict::Passed, Some(metric)) => metric.measure(&case.output),
+            (CaseVerdict::Passed, Some(metric)) => metric.measure(&case.output, case.cut),
             (CaseVerdict::Passed, None) => {
                 in_range(case.time.as_secs_f64()).ok_or_else(|| "it took no time".to_owned())
             }
