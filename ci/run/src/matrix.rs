@@ -119,7 +119,11 @@ pub async fn together(
     }
     for Selected { setting, obstacle } in keys {
         match obstacle {
-            Some(why) => cases.push(skipped(setting.to_string(), why)),
+            Some(why) => {
+                let case = skipped(setting.to_string(), why);
+                progress.case(&case);
+                cases.push(case);
+            }
             None => settings.push(setting),
         }
     }

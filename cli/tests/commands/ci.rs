@@ -309,6 +309,8 @@ fn together_finds_the_smallest_failing_set() {
         "g",
     ];
     ci.expect(1, &["fails with b=on g=on: Kernel panic"], &words);
+    let words = ["--matrix", "g", "guarded*", "--together", "--", "true"];
+    ci.expect(0, &["skip  guarded=on: guarded"], &words);
     let words = ["--matrix", "[a-h]", "--together", "--", "true"];
     ci.expect(0, &["2 passed, 0 failed"], &words);
 }
