@@ -192,6 +192,14 @@ fn what_cannot_be_compared_is_named() {
             &["--key", "a", "--plot", "nowhere/plot.svg"],
             "nowhere is not a folder",
         ),
+        (
+            &["--key", "a", "--key", "b", "--confidence", "0.9999"],
+            "give fewer keys or a lower --confidence",
+        ),
+        (
+            &["--matrix", "*", "--confidence", "0.9999"],
+            "give a lower --confidence",
+        ),
     ] {
         let done = expect(&ci, 125, &[why], &[words, &["--", "true"]].concat());
         assert!(done.out.is_empty(), "{}", done.out);

@@ -176,6 +176,14 @@ pub(crate) async fn here(arguments: &CompareArgs, limit: Duration) -> Result<End
     };
     let allow_guarded = arguments.guest.allow_guarded;
     let keys = runner.keys().await?.select(patterns, allow_guarded).await?;
+    let alpha = 1.0 - arguments.confidence;
+    let stages = match named {
+        true => schedule::comparison(arguments.runs, alpha),
+        false => schedule::ranking(arguments.runs, alpha),
+    };
+    // The number of keys that pass a screening is not known yet.
+    let tested = if named { keys.len() } else { 1 };
+    schedule::check(&stages, tested).map_err(anyhow::Error::msg)?;
     if let Some(status) = first_run(&mut runner, arguments).await? {
         runner.discard().await;
         return Ok(Ended::Status(status));
@@ -190,11 +198,6 @@ pub(crate) async fn here(arguments: &CompareArgs, limit: Duration) -> Result<End
     };
     let seed = arguments.seed.unwrap_or_else(|| fastrand::u64(..));
     tell!("patchbay: seed {seed}");
-    let alpha = 1.0 - arguments.confidence;
-    let stages = match named {
-        true => schedule::comparison(arguments.runs, alpha),
-        false => schedule::ranking(arguments.runs, alpha),
-    };
     let schedule = Schedule::new(comparing.keys.len(), stages, alpha, seed);
     let findings = comparing.follow(schedule).await?;
     let mut comparison = Comparison {
@@ -286,6 +289,12 @@ impl Comparing {
             match step {
                 None => return Ok(schedule.findings()),
                 Some(Step::Begin(stage, keys)) => announce(stage, keys),
+                Some(Step::Untestable(keys, why)) => {
+                    let why = format!("too many keys passed the screening: {why}");
+                    tell!("patchbay: no key is compared further: {why}");
+                    let failed = |key| (key, Verdict::Failed, why.clone());
+                    self.excluded.extend(keys.into_iter().map(failed));
+                }
                 Some(Step::Run(turn)) => match self.turn(turn).await? {
                     Ok(pair) => schedule.measured(turn.key, pair),
                     Err((verdict, why)) => {

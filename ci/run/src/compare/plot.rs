@@ -211,7 +211,13 @@ pub fn short(number: f64) -> String {
 
 /// Formats a confidence, such as "95%" or "99.75%".
 pub fn percent(confidence: f64) -> String {
-    let text = format!("{:.3}", confidence * 100.0);
+    let percent = confidence * 100.0;
+    let rounded = format!("{percent:.3}");
+    // A level below 100% is never shown as 100%.
+    let text = match rounded == "100.000" && confidence < 1.0 {
+        true => "99.999".to_owned(),
+        false => rounded,
+    };
     let text = text.trim_end_matches('0').trim_end_matches('.');
     format!("{text}%")
 }
@@ -323,6 +329,19 @@ mod tests {
             assert!((3..20).contains(&marks.len()), "{low} {high}: {marks:?}");
             assert!(marks.iter().all(|mark| axis.shows(*mark)), "{marks:?}");
             assert!(axis.x(low) < axis.x(1.0) && axis.x(1.0) < axis.x(high));
+        }
+    }
+
+    #[test]
+    fn a_level_below_100_percent_is_not_shown_as_100() {
+        for (level, shown) in [
+            (0.95, "95%"),
+            (0.9975, "99.75%"),
+            (0.9999, "99.99%"),
+            (0.999_999_9, "99.999%"),
+            (1.0, "100%"),
+        ] {
+            assert_eq!(percent(level), shown);
         }
     }
 

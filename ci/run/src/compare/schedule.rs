@@ -19,7 +19,9 @@
 
 use fastrand::Rng;
 
-use super::stats::{Bootstrap, Interval, Pair, holm, medians, resamples};
+use super::stats::{
+    Bootstrap, Interval, Pair, SMALLEST_ALPHA, holm, is_testable, medians, resamples,
+};
 use crate::keys::Side;
 
 /// The minimum number of runs on each side of a key. With fewer, the bootstrap exceeds small error
@@ -81,6 +83,28 @@ pub fn ranking(runs: u32, alpha: f64) -> Vec<Stage> {
     stages
 }
 
+/// Checks that keys can be tested at the error rate of the last look, which is the largest of all
+/// looks. The others are tested at most at this rate.
+///
+/// # Errors
+/// The error rate of each key would be too small. The message names the remedies.
+pub fn check(stages: &[Stage], keys: usize) -> Result<(), String> {
+    let Some(&Stage::Look { alpha, .. }) = stages.last() else {
+        return Ok(());
+    };
+    if is_testable(alpha, keys) {
+        return Ok(());
+    }
+    // A single key has no smaller number.
+    let fewer = if keys > 1 { "fewer keys or " } else { "" };
+    let s = if keys == 1 { "" } else { "s" };
+    Err(format!(
+        "{keys} key{s} would be tested at an error rate of {:.1e} each, and the resamples are \
+         reliable down to {SMALLEST_ALPHA:e}; give {fewer}a lower --confidence",
+        alpha / keys.max(1) as f64
+    ))
+}
+
 /// A run on each side of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Turn {
@@ -91,10 +115,13 @@ pub struct Turn {
 }
 
 /// The next step of a schedule.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Step {
     /// A stage begins with this number of keys.
     Begin(Stage, usize),
+    /// So many keys passed the screening that none can be tested. They are given up, with this
+    /// reason.
+    Untestable(Vec<usize>, String),
     Run(Turn),
 }
 
@@ -181,10 +208,16 @@ impl Schedule {
                     if let Some(stage) = self.stage {
                         self.close(stage, &undecided);
                     }
-                    let left = self.undecided().len();
+                    let left = self.undecided();
                     self.stage = self.stages.next();
-                    let stage = self.stage.filter(|_| left > 0)?;
-                    return Some(Step::Begin(stage, left));
+                    let stage = self.stage.filter(|_| !left.is_empty())?;
+                    if let Stage::Look { .. } = stage
+                        && let Err(why) = self.check(stage, left.len())
+                    {
+                        left.iter().for_each(|&key| self.give_up(key));
+                        return Some(Step::Untestable(left, why));
+                    }
+                    return Some(Step::Begin(stage, left.len()));
                 }
             }
         }
@@ -216,6 +249,15 @@ impl Schedule {
         (0..self.keys.len()).filter(undecided).collect()
     }
 
+    /// Checks that keys can be tested at the end of this stage or of a later one.
+    fn check(&self, stage: Stage, keys: usize) -> Result<(), String> {
+        let stages = self.stages.as_slice();
+        match stages.is_empty() {
+            true => check(&[stage], keys),
+            false => check(stages, keys),
+        }
+    }
+
     fn begin_round(&mut self, mut keys: Vec<usize>) {
         self.order.shuffle(&mut keys);
         for key in keys {
@@ -241,6 +283,9 @@ impl Schedule {
                 }
                 self.rounds = 0;
             }
+            // At the error rate of this look, no key can be tested. Those of the later looks are
+            // larger.
+            Stage::Look { alpha, .. } if !is_testable(alpha, keys.len()) => {}
             Stage::Look { alpha, .. } => {
                 let smallest = alpha / keys.len().max(1) as f64;
                 let bootstraps: Vec<Bootstrap> = keys

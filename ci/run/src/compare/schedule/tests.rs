@@ -122,6 +122,54 @@ fn a_key_that_is_given_up_has_no_more_turns() {
 }
 
 #[test]
+fn a_comparison_has_a_smallest_error_rate_for_each_key() {
+    for (alpha, keys) in [(0.05, 500), (1.0 - 0.999, 10), (1.0 - 0.9999, 1)] {
+        assert_eq!(check(&comparison(20, alpha), keys), Ok(()));
+        let error = check(&comparison(20, alpha), keys + 1).unwrap_err();
+        let remedy = "fewer keys or a lower --confidence";
+        assert!(error.contains(remedy) && error.contains("1e-4"), "{error}");
+        // A key can have a difference at the smallest error rate.
+        let at = alpha / keys as f64;
+        let pairs = vec![Pair { off: 1.0, on: 2.0 }; 20];
+        let mut rng = Rng::with_seed(1);
+        assert!(Bootstrap::new(&pairs, resamples(at), &mut rng).p() <= at);
+    }
+    let error = check(&ranking(30, 1.0 - 0.9999), 1).unwrap_err();
+    assert!(error.contains("give a lower --confidence"), "{error}");
+}
+
+/// Checks a ranking in which every key has an effect and passes the screening.
+#[test]
+fn a_ranking_ends_if_too_many_keys_pass_the_screening() {
+    let mut rng = Rng::with_seed(2);
+    // The last look has an error rate of 0.0005, so that it can test five keys.
+    for (keys, ends) in [(5, false), (6, true)] {
+        let mut schedule = Schedule::new(keys, ranking(90, 0.001), 0.001, 1);
+        let (mut untestable, mut runs) = (vec![], 0);
+        while let Some(step) = schedule.next() {
+            match step {
+                Step::Untestable(keys, why) => {
+                    assert!(why.contains("fewer keys"), "{why}");
+                    untestable = keys;
+                }
+                Step::Run(turn) => {
+                    runs += 1;
+                    let off = 1.0 + 0.02 * normal(&mut rng);
+                    schedule.measured(turn.key, Pair { off, on: 2.0 * off });
+                }
+                Step::Begin(..) => {}
+            }
+        }
+        assert_eq!(untestable.len(), if ends { keys } else { 0 });
+        let findings = schedule.findings();
+        assert_eq!(differences(&findings).len(), if ends { 0 } else { keys });
+        // The looks after 30 and 60 runs can test two and three keys, so they decide about none.
+        let pairs = if ends { 10 } else { 10 + 90 };
+        assert_eq!(runs, keys * pairs);
+    }
+}
+
+#[test]
 fn a_ranking_finds_effects_early_and_does_not_repeat_the_rest() {
     let mut effects = vec![1.0; 40];
     effects[3] = 2.0;
