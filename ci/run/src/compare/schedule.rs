@@ -288,19 +288,24 @@ impl Schedule {
             Stage::Look { alpha, .. } if !is_testable(alpha, keys.len()) => {}
             Stage::Look { alpha, .. } => {
                 let smallest = alpha / keys.len().max(1) as f64;
-                let bootstraps: Vec<Bootstrap> = keys
-                    .iter()
-                    .map(|&key| self.resample(key, smallest))
-                    .collect();
-                let p: Vec<f64> = bootstraps.iter().map(Bootstrap::p).collect();
+                // The bootstraps of many keys at once would take gigabytes. So only the state of the
+                // random numbers is kept, and the bootstrap of a decided key is made again.
+                let mut tested = Vec::with_capacity(keys.len());
+                let mut p = Vec::with_capacity(keys.len());
+                for &key in keys {
+                    tested.push((key, self.bootstrap.clone()));
+                    p.push(self.resample(key, smallest).p());
+                }
+                let after = self.bootstrap.clone();
                 let is_last = self.stages.len() == 0;
-                for ((&key, bootstrap), decision) in
-                    keys.iter().zip(&bootstraps).zip(holm(&p, alpha))
-                {
+                for ((key, before), decision) in tested.into_iter().zip(holm(&p, alpha)) {
                     if decision.rejected || is_last {
-                        self.decide(key, bootstrap, decision.alpha, decision.rejected, false);
+                        self.bootstrap = before;
+                        let bootstrap = self.resample(key, smallest);
+                        self.decide(key, &bootstrap, decision.alpha, decision.rejected, false);
                     }
                 }
+                self.bootstrap = after;
             }
         }
     }

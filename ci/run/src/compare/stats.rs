@@ -93,6 +93,8 @@ impl Bootstrap {
             ratios.push(median(&on, &counts) / median(&off, &counts));
         }
         ratios.sort_unstable_by(f64::total_cmp);
+        #[cfg(test)]
+        tests::HELD.with(|held| held.set((held.get().0 + 1, held.get().1.max(held.get().0 + 1))));
         Self { ratios }
     }
 
@@ -121,6 +123,13 @@ impl Bootstrap {
         let above = self.ratios.len() - self.ratios.partition_point(|&ratio| ratio < 1.0);
         let rank = below.min(above) + 1;
         (2.0 * rank as f64 / (self.ratios.len() + 1) as f64).min(1.0)
+    }
+}
+
+#[cfg(test)]
+impl Drop for Bootstrap {
+    fn drop(&mut self) {
+        tests::HELD.with(|held| held.set((held.get().0 - 1, held.get().1)));
     }
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 use super::*;
-use crate::compare::stats::tests::normal;
+use crate::compare::stats::tests::{HELD, normal};
 
 /// Carries out a schedule with simulated measurements. A measurement has a noise of 2%, and each
 /// key that is on multiplies it by the key's effect. Returns the findings and the number of runs.
@@ -136,6 +136,16 @@ fn a_comparison_has_a_smallest_error_rate_for_each_key() {
     }
     let error = check(&ranking(30, 1.0 - 0.9999), 1).unwrap_err();
     assert!(error.contains("give a lower --confidence"), "{error}");
+}
+
+/// Checks that a look needs the memory of one bootstrap, not of one for each key.
+#[test]
+fn a_look_holds_one_bootstrap_at_a_time() {
+    HELD.set((0, 0));
+    let schedule = Schedule::new(6, comparison(20, 0.05), 0.05, 1);
+    let (findings, _) = follow(schedule, &[1.0; 6], &mut Rng::with_seed(3));
+    assert_eq!(findings.iter().flatten().count(), 6);
+    assert_eq!(HELD.get(), (0, 1));
 }
 
 /// Checks a ranking in which every key has an effect and passes the screening.

@@ -7,6 +7,11 @@ use proptest::prelude::*;
 
 use super::*;
 
+thread_local! {
+    /// The number of bootstraps that this thread holds, and the largest number so far.
+    pub static HELD: std::cell::Cell<(u32, u32)> = const { std::cell::Cell::new((0, 0)) };
+}
+
 const SHAPES: [(&str, fn(&mut Rng, f64) -> f64); 6] = [
     ("noise", |rng, _| 1.0 + 0.02 * normal(rng)),
     ("long tail", |rng, _| (0.5 * normal(rng)).exp()),
