@@ -87,8 +87,12 @@ impl Guest {
             .take()
             .context("the monitor's output is a pipe")?;
         let console = Console::read(stdout, config.show_console);
-        let connected = tokio::select! {
-            accepted = listener.accept() => accepted.map(|(stream, _)| stream).map_err(Into::into),
+        let greeted = async {
+            let (stream, _) = listener.accept().await?;
+            Session::start(stream).await
+        };
+        let greeted = tokio::select! {
+            greeted = greeted => greeted,
             error = console.boot_error() => Err(match error {
                 Some(error) if snapshot.is_some() => {
                     anyhow::anyhow!("the copy of the guest did not start: {error}")
@@ -97,13 +101,9 @@ impl Guest {
                 None => ended(&mut monitor, &console, &log).await,
             }),
             () = tokio::time::sleep(config.boot_limit) => Err(anyhow::anyhow!(
-                "the agent in the guest did not connect within {} s",
+                "the agent in the guest did not connect and greet within {} s",
                 config.boot_limit.as_secs()
             )),
-        };
-        let greeted = match connected {
-            Ok(stream) => Session::start(stream).await,
-            Err(error) => Err(error),
         };
         let (session, _) = match greeted {
             Ok(greeted) => greeted,
@@ -384,6 +384,52 @@ mod tests {
         ] {
             assert_eq!(architecture(&head), expected);
         }
+    }
+
+    /// Connects to a run in place of the agent, and sends nothing.
+    #[tokio::test]
+    async fn the_limit_of_a_boot_includes_the_hello() {
+        let folder = tempfile::tempdir().unwrap();
+        let monitor = folder.path().join("monitor");
+        let script = "#!/bin/sh\nwhile [ \"$1\" != --vsock ]; do shift; done\n\
+                      echo \"$2\" >\"$0.new\"; mv \"$0.new\" \"$0.vsock\"; exec sleep 600\n";
+        std::fs::write(&monitor, script).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(&monitor, mode).unwrap();
+        let config = Config {
+            monitor,
+            kernel: "kernel".into(),
+            initramfs: "initramfs".into(),
+            vcpus: 1,
+            memory: "64M".to_owned(),
+            command_line: String::new(),
+            allow_guarded: false,
+            acpi_devices: false,
+            boot_limit: Duration::from_secs(2),
+            show_console: false,
+            environment: vec![],
+            directory: "/".into(),
+        };
+        let vsock = folder.path().join("monitor.vsock");
+        let silent = async {
+            // Without inotify, there is no event for the creation of the file.
+            loop {
+                if let Ok(path) = std::fs::read_to_string(&vsock) {
+                    let socket = format!("{}_{}", path.trim_end(), patchbay_proto::EXEC_PORT);
+                    let _stream = tokio::net::UnixStream::connect(socket).await.unwrap();
+                    std::future::pending::<()>().await;
+                }
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        let error = tokio::select! {
+            started = Guest::start(&config, None) => started.unwrap_err(),
+            () = silent => unreachable!(),
+            () = tokio::time::sleep(Duration::from_secs(30)) => panic!("no limit"),
+        };
+        let error = format!("{error:#}");
+        assert!(error.contains("greet within 2 s"), "{error}");
+        assert!(vsock.exists(), "the agent did not connect");
     }
 
     #[test]
