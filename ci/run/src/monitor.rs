@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use patchbay_proto::EXEC_PORT;
-use patchbay_proto::snapshot::SnapshotFiles;
+use patchbay_proto::snapshot::{SnapshotError, SnapshotFiles};
 use patchbay_proto::v1::SnapshotGuestRequest;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use tokio::net::UnixListener;
@@ -87,12 +87,21 @@ pub async fn save(monitor: Channel, folder: &Path) -> Result<()> {
         .prefix(".patchbay-snapshot-")
         .tempdir_in(parent)
         .with_context(cannot_create)?;
-    save_in(monitor, hidden.path()).await?;
+    let saved = save_in(monitor, hidden.path()).await?;
+    // An error names the folder that the caller knows.
+    saved.with_context(|| cannot_write(folder))?;
     std::fs::rename(hidden.path(), folder).with_context(cannot_create)
 }
 
-async fn save_in(monitor: Channel, folder: &Path) -> Result<()> {
-    let mut files = SnapshotFiles::create(folder).with_context(|| cannot_write(folder))?;
+/// Writes the files of a snapshot.
+///
+/// # Errors
+/// The outer error is the monitor's, and the inner one is that of the files.
+async fn save_in(monitor: Channel, folder: &Path) -> Result<Result<(), SnapshotError>> {
+    let mut files = match SnapshotFiles::create(folder) {
+        Ok(files) => files,
+        Err(error) => return Ok(Err(error.into())),
+    };
     let limit = patience(SAVE_TIME);
     let mut request = Request::new(SnapshotGuestRequest {
         timeout: Some(limit.try_into()?),
@@ -103,9 +112,11 @@ async fn save_in(monitor: Channel, folder: &Path) -> Result<()> {
     let parts = service.snapshot_guest(request).await;
     let mut parts = parts.map_err(sentence)?.into_inner();
     while let Some(part) = parts.message().await.map_err(sentence)? {
-        files.add(&part).with_context(|| cannot_write(folder))?;
+        if let Err(error) = files.add(&part) {
+            return Ok(Err(error));
+        }
     }
-    files.finish().with_context(|| cannot_write(folder))
+    Ok(files.finish())
 }
 
 pub(crate) fn cannot_write(path: &Path) -> String {

@@ -77,19 +77,32 @@ fn a_killed_agent_is_told_from_a_guest_that_ended() {
 fn no_space_is_an_error_that_names_the_file() {
     let Some(ci) = Ci::new() else { return };
     // Writes beyond this limit fail, as they do on a full disk.
-    let limited = "trap '' XFSZ; ulimit -f 200; exec \"$0\" \"$@\"";
-    let run = with_own_tmp(&ci, &["--", "true"]);
-    let mut shell = Command::new("sh");
-    shell.args(["-c", limited]).arg(run.get_program());
-    shell.args(run.get_args()).stdin(Stdio::null());
-    shell.current_dir(run.get_current_dir().expect("set"));
-    let variables = run.get_envs();
-    shell.envs(variables.filter_map(|(name, value)| Some((name, value?))));
-    let output = shell.output().expect("sh runs");
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(125), "{error}");
-    assert!(error.contains("cannot write the initramfs"), "{error}");
-    assert_nothing_is_left(&ci);
+    let fresh = [
+        "--append", "savable", "--matrix", "a", "--fresh", "--", "true",
+    ];
+    // The unit of the limit is 512 bytes. The memory of the saved guest has 64 MiB.
+    for (limit, words, why) in [
+        ("200", &["--", "true"][..], "cannot write the initramfs"),
+        ("100000", &fresh, "/snapshot: File too large"),
+    ] {
+        let limited = format!("trap '' XFSZ; ulimit -f {limit}; exec \"$0\" \"$@\"");
+        let run = with_own_tmp(&ci, words);
+        let mut shell = Command::new("sh");
+        shell.args(["-c", &limited]).arg(run.get_program());
+        shell.args(run.get_args()).stdin(Stdio::null());
+        shell.current_dir(run.get_current_dir().expect("set"));
+        let variables = run.get_envs();
+        shell.envs(variables.filter_map(|(name, value)| Some((name, value?))));
+        let output = shell.output().expect("sh runs");
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(125), "{error}");
+        assert!(error.contains(why), "{error}");
+        assert!(!error.contains(".patchbay-snapshot-"), "{error}");
+        // A simulated monitor that is killed leaves a folder of its own.
+        if !words.contains(&"--fresh") {
+            assert_nothing_is_left(&ci);
+        }
+    }
 
     let texts = ["cannot write /dev/full", "No space left"];
     ci.expect(125, &texts, &["--junit", "/dev/full", "--", "true"]);
