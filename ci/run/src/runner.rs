@@ -228,25 +228,20 @@ impl Runner {
     /// No guest boots any longer, or the agent breaks the protocol.
     pub async fn attempt(&mut self, name: &str, settings: &[Setting]) -> Result<Attempt> {
         let allow_guarded = self.config.allow_guarded;
-        if !settings.is_empty()
-            && let Err(error) = self.keys().await?.set(settings, allow_guarded).await
-        {
-            if keys::is_refusal(&error) {
-                return Ok(Attempt::Refused(format!("{:#}", keys::sentence(error))));
+        if !settings.is_empty() {
+            // If no guest boots, no run can take place.
+            self.guest().await?;
+            let set = match self.keys().await {
+                Ok(keys) => keys.set(settings, allow_guarded).await,
+                Err(error) => return Ok(self.not_flipped(name, &format!("{error:#}")).await),
+            };
+            match set {
+                Err(error) if keys::is_refusal(&error) => {
+                    return Ok(Attempt::Refused(format!("{:#}", keys::sentence(error))));
+                }
+                Err(error) => return Ok(self.not_flipped(name, error.message()).await),
+                Ok(()) => {}
             }
-            // The monitor may be gone, or the keys may have been flipped, so the guest is
-            // discarded.
-            self.discard().await;
-            return Ok(Attempt::NotFlipped(Case {
-                name: name.to_owned(),
-                verdict: Verdict::Failed(format!(
-                    "the monitor did not flip the keys: {}",
-                    error.message()
-                )),
-                time: Duration::ZERO,
-                output: String::new(),
-                cut: false,
-            }));
         }
         let mut kept = Kept::default();
         let (outcome, failure) = self.run(&mut kept).await?;
@@ -301,6 +296,19 @@ impl Runner {
             output,
             cut: kept.is_cut(),
         }))
+    }
+
+    /// Discards a guest whose monitor did not flip the keys: the monitor may be gone, or the keys
+    /// may have been flipped. Returns the failed case.
+    async fn not_flipped(&mut self, name: &str, why: &str) -> Attempt {
+        let reports = self.discard().await;
+        Attempt::NotFlipped(Case {
+            name: name.to_owned(),
+            verdict: Verdict::Failed(format!("the monitor did not flip the keys: {why}")),
+            time: Duration::ZERO,
+            output: printable(&reports.join("\n")),
+            cut: false,
+        })
     }
 
     /// Returns whether there is a guest in which another command can run.

@@ -10,6 +10,21 @@ use super::ci_guest::{staying, until};
 use super::lab::end;
 
 /// The beginning of a matrix of 8 keys whose guest can be saved.
+/// Checks that a monitor that cannot be reached fails its run and no other.
+#[test]
+fn an_unreachable_monitor_fails_one_run() {
+    let Some(ci) = Ci::new() else { return };
+    std::fs::write(ci.path("first-reachable"), "").expect("written");
+    let texts = [
+        "ok    no key flipped",
+        "FAIL  a=on",
+        "the monitor did not flip the keys: no monitor answers on",
+        "FAIL  h=on",
+        "1 passed, 8 failed",
+    ];
+    ci.expect(1, &texts, &[&FRESH[..], &["--", "true"]].concat());
+}
+
 const FRESH: [&str; 5] = ["--append", "savable", "--matrix", "[a-h]", "--fresh"];
 
 fn fresh<'a>(words: &[&'a str]) -> Vec<&'a str> {
