@@ -263,6 +263,33 @@ fn a_command_that_fails_or_measures_nothing_at_once_ends_the_comparison() {
     expect(&ci, 124, &[fails, "did not end within 0.2 s"], &words);
 }
 
+/// Checks that the results are printed if a run cannot take place.
+#[test]
+fn a_comparison_that_ends_early_prints_its_results() {
+    let Some(ci) = Ci::new() else { return };
+    let words = [
+        "-o",
+        "json",
+        "--runs",
+        "20",
+        "--key",
+        "c",
+        "--key",
+        "d",
+        "--",
+        "break-with",
+        "c",
+        "0",
+    ];
+    let why = "the agent in the guest answered out of turn";
+    let json = expect(&ci, 125, &[why], &words).json();
+    for name in ["c", "d"] {
+        let key = key(&json, name);
+        assert_eq!(key["result"], "failed");
+        assert!(key["why"].as_str().expect("text").contains(why), "{key}");
+    }
+}
+
 /// Checks that a key is excluded and restored if the command fails on one of its sides, and that
 /// the runs with other keys do not fail.
 #[test]

@@ -32,7 +32,7 @@ use crate::console::printable;
 use crate::keys::{Selected, Setting, Side};
 use crate::report::{Case, Verdict as CaseVerdict};
 use crate::runner::{Attempt, Kept, Runner};
-use crate::{FAILED, prepare, status};
+use crate::{FAILED, UNABLE, prepare, print_error, status};
 
 /// The name of the measure without `--metric`.
 const WALL_TIME: &str = "wall time in seconds";
@@ -55,12 +55,19 @@ pub struct Comparison {
     /// The plot could not be written, and the reason was printed.
     #[serde(skip)]
     pub plot_failed: bool,
+    /// A run could not take place, and the reason was printed. The keys that were not decided
+    /// until then have failed.
+    #[serde(skip)]
+    pub ended_early: bool,
 }
 
 impl Comparison {
-    /// Returns the exit status: 1 if a key could not be compared because a run failed or printed no
+    /// Returns the exit status: 125 if a run could not take place, and 1 if a key could not be compared because a run failed or printed no
     /// measurement, or if the plot could not be written.
     pub fn status(&self) -> u8 {
+        if self.ended_early {
+            return UNABLE;
+        }
         match self.plot_failed || self.keys.iter().any(|key| key.result == Verdict::Failed) {
             true => FAILED,
             false => 0,
@@ -195,6 +202,7 @@ pub(crate) async fn here(arguments: &CompareArgs, limit: Duration) -> Result<End
         keys,
         excluded: vec![],
         runs: 1,
+        ended_early: false,
     };
     let seed = arguments.seed.unwrap_or_else(|| fastrand::u64(..));
     tell!("patchbay: seed {seed}");
@@ -211,6 +219,7 @@ pub(crate) async fn here(arguments: &CompareArgs, limit: Duration) -> Result<End
         boots: comparing.runner.times.boots,
         keys: comparing.results(&findings),
         plot_failed: false,
+        ended_early: comparing.ended_early,
     };
     comparing.runner.discard().await;
     if let Some(path) = &arguments.plot {
@@ -266,10 +275,13 @@ struct Comparing {
     /// The indices of the keys that are not compared, with the reasons.
     excluded: Vec<(usize, Verdict, String)>,
     runs: u32,
+    /// A run could not take place.
+    ended_early: bool,
 }
 
 impl Comparing {
-    /// Carries out the runs of a schedule.
+    /// Carries out the runs of a schedule. If a run cannot take place, keeps the results so far, and
+    /// the keys that are not decided have failed.
     async fn follow(&mut self, mut schedule: Schedule) -> Result<Vec<Option<Finding>>> {
         for (number, key) in self.keys.iter().enumerate() {
             if let Some(why) = &key.obstacle {
@@ -295,9 +307,18 @@ impl Comparing {
                     let failed = |key| (key, Verdict::Failed, why.clone());
                     self.excluded.extend(keys.into_iter().map(failed));
                 }
-                Some(Step::Run(turn)) => match self.turn(turn).await? {
-                    Ok(pair) => schedule.measured(turn.key, pair),
-                    Err((verdict, why)) => {
+                Some(Step::Run(turn)) => match self.turn(turn).await {
+                    Err(error) => {
+                        print_error(&error);
+                        self.ended_early = true;
+                        let why = format!("the comparison ended early: {error:#}");
+                        for key in schedule.undecided() {
+                            schedule.give_up(key);
+                            self.excluded.push((key, Verdict::Failed, why.clone()));
+                        }
+                    }
+                    Ok(Ok(pair)) => schedule.measured(turn.key, pair),
+                    Ok(Err((verdict, why))) => {
                         schedule.give_up(turn.key);
                         let name = &self.keys[turn.key].setting.key;
                         tell!("patchbay: {name} is not compared: {}", printable(&why));

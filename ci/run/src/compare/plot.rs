@@ -248,6 +248,7 @@ mod tests {
     fn comparison(keys: Vec<Compared>) -> Comparison {
         Comparison {
             plot_failed: false,
+            ended_early: false,
             seed: 7,
             confidence: 0.95,
             measure: "wall time < 5 & more".to_owned(),

@@ -244,7 +244,8 @@ impl Schedule {
         self.keys.into_iter().map(finding).collect()
     }
 
-    fn undecided(&self) -> Vec<usize> {
+    /// Returns the keys without a result that are still compared.
+    pub fn undecided(&self) -> Vec<usize> {
         let undecided = |&key: &usize| matches!(self.keys[key], State::Undecided(_));
         (0..self.keys.len()).filter(undecided).collect()
     }
