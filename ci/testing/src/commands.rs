@@ -137,6 +137,13 @@ impl Commands {
             End::Signal(signal) => signal.saturating_add(128),
             End::NotStarted(why) => bail!(why),
             End::TimedOut => bail!("it did not end within {} s", LIMIT.as_secs()),
+            End::Hung => {
+                self.session = None;
+                bail!(
+                    "it did not end within {} s and could not be killed: the guest hangs",
+                    LIMIT.as_secs()
+                );
+            }
             End::Lost => {
                 self.session = None;
                 bail!("the connection to the agent in the guest ended");

@@ -95,8 +95,8 @@ impl FakeGuest {
                 Some(Question::Kill(_)) => self.end(mark, None, 9),
                 _ => std::process::exit(1),
             },
-            // With the key on, the connection ends when the command is to be killed, and the monitor
-            // runs on.
+            // With the key on, the connection ends when the command is to be killed, and the
+            // monitor runs on.
             ["leave-with", key] if self.any_on(&[key]) => {
                 assert!(matches!(self.receive(), Some(Question::Kill(_))));
                 let _ = self.stream.shutdown(std::net::Shutdown::Both);

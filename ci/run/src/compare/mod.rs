@@ -62,8 +62,9 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// Returns the exit status: 125 if a run could not take place, and 1 if a key could not be compared because a run failed or printed no
-    /// measurement, or if the plot could not be written.
+    /// Returns the exit status: 125 if a run could not take place, and 1 if a key could not be
+    /// compared because a run failed or printed no measurement, or if the plot could not be
+    /// written.
     pub fn status(&self) -> u8 {
         if self.ended_early {
             return UNABLE;
@@ -280,8 +281,8 @@ struct Comparing {
 }
 
 impl Comparing {
-    /// Carries out the runs of a schedule. If a run cannot take place, keeps the results so far, and
-    /// the keys that are not decided have failed.
+    /// Carries out the runs of a schedule. If a run cannot take place, keeps the results so far,
+    /// and the keys that are not decided have failed.
     async fn follow(&mut self, mut schedule: Schedule) -> Result<Vec<Option<Finding>>> {
         for (number, key) in self.keys.iter().enumerate() {
             if let Some(why) = &key.obstacle {

@@ -119,8 +119,8 @@ pub struct Turn {
 pub enum Step {
     /// A stage begins with this number of keys.
     Begin(Stage, usize),
-    /// So many keys passed the screening that none can be tested. They are given up, with this
-    /// reason.
+    /// None of these keys can be tested, because too many passed the screening. They are given up,
+    /// with this reason.
     Untestable(Vec<usize>, String),
     Run(Turn),
 }
@@ -289,8 +289,8 @@ impl Schedule {
             Stage::Look { alpha, .. } if !is_testable(alpha, keys.len()) => {}
             Stage::Look { alpha, .. } => {
                 let smallest = alpha / keys.len().max(1) as f64;
-                // The bootstraps of many keys at once would take gigabytes. So only the state of the
-                // random numbers is kept, and the bootstrap of a decided key is made again.
+                // The bootstraps of many keys at once would take gigabytes. So only the state of
+                // the random numbers is kept, and the bootstrap of a decided key is made again.
                 let mut tested = Vec::with_capacity(keys.len());
                 let mut p = Vec::with_capacity(keys.len());
                 for &key in keys {
