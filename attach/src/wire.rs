@@ -239,22 +239,12 @@ mod tests {
         let (wire, mut qemu) = wire("");
         let patience = Duration::from_millis(300);
         std::thread::spawn(move || {
-            // Each byte comes well within the patience.
-            for _ in 0..300 {
+            // Each byte comes well within the patience, and they end only with the connection.
+            while qemu.write_all(b" ").is_ok() {
                 std::thread::sleep(Duration::from_millis(20));
-                if qemu.write_all(b" ").is_err() {
-                    return;
-                }
             }
         });
-        let start = Instant::now();
         let late = wire.execute("cont", patience);
         assert!(matches!(late, Err(QmpError::TimedOut { .. })), "{late:?}");
-        // Without the bound the call lasts until the sender ends.
-        assert!(
-            start.elapsed() < Duration::from_secs(5),
-            "{:?}",
-            start.elapsed()
-        );
     }
 }

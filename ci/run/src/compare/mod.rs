@@ -62,9 +62,8 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// Returns the exit status: 125 if a run could not take place, and 1 if a key could not be
-    /// compared because a run failed or printed no measurement, or if the plot could not be
-    /// written.
+    /// Returns the exit status: 125 if a run could not take place; 1 if a key could not be compared
+    /// because a run failed or printed no measurement, or if the plot could not be written.
     pub fn status(&self) -> u8 {
         if self.ended_early {
             return UNABLE;

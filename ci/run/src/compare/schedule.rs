@@ -119,8 +119,8 @@ pub struct Turn {
 pub enum Step {
     /// A stage begins with this number of keys.
     Begin(Stage, usize),
-    /// None of these keys can be tested, because too many passed the screening. They are given up,
-    /// with this reason.
+    /// These keys passed the screening, but are too many to be tested. They are given up for
+    /// this reason.
     Untestable(Vec<usize>, String),
     Run(Turn),
 }
