@@ -3665,7 +3665,7 @@ type SetClaimsRequest struct {
 	// the new claims are the newest. A time in the future counts as now.
 	MadeAt *timestamppb.Timestamp `protobuf:"bytes,14,opt,name=made_at,json=madeAt,proto3" json:"made_at,omitempty"`
 	// If not empty, the claims are made only in the ledger of this name, and only if it has
-	// a request of this owner with `after_generation` or a later generation as made.
+	// claims of this owner with `after_generation` or a later generation as made.
 	// Otherwise the answer is LEDGER_LOST: new claims would take the references of the
 	// earlier ones for the guest's own.
 	Ledger          string `protobuf:"bytes,15,opt,name=ledger,proto3" json:"ledger,omitempty"`
@@ -3853,8 +3853,8 @@ type SetClaimsResponse struct {
 	// continues the ledger keeps its name. If the name changes within one boot, the earlier
 	// ledger was lost, and the claims in it may or may not still be in effect.
 	Ledger string `protobuf:"bytes,14,opt,name=ledger,proto3" json:"ledger,omitempty"`
-	// The highest earlier generation of the owner that this ledger has as made in this boot;
-	// 0 if there is none.
+	// The highest earlier generation of the owner whose claims this ledger has as made in
+	// this boot; 0 if there is none. Empty sets do not count.
 	GenerationBefore uint64 `protobuf:"varint,15,opt,name=generation_before,json=generationBefore,proto3" json:"generation_before,omitempty"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
@@ -4318,9 +4318,12 @@ type ListClaimsResponse struct {
 	// If the request has `not_made`: the number of claims in any state that the other fields select.
 	Total uint32 `protobuf:"varint,4,opt,name=total,proto3" json:"total,omitempty"`
 	// As in SetClaimsResponse.
-	Ledger        string `protobuf:"bytes,5,opt,name=ledger,proto3" json:"ledger,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Ledger string `protobuf:"bytes,5,opt,name=ledger,proto3" json:"ledger,omitempty"`
+	// The highest generation of the selected owners whose claims this ledger has as made in
+	// this boot; 0 if there is none.
+	GenerationMade uint64 `protobuf:"varint,6,opt,name=generation_made,json=generationMade,proto3" json:"generation_made,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *ListClaimsResponse) Reset() {
@@ -4386,6 +4389,13 @@ func (x *ListClaimsResponse) GetLedger() string {
 		return x.Ledger
 	}
 	return ""
+}
+
+func (x *ListClaimsResponse) GetGenerationMade() uint64 {
+	if x != nil {
+		return x.GenerationMade
+	}
+	return 0
 }
 
 // The state that one owner wants for one key.
@@ -5376,13 +5386,14 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\bpatterns\x18\x04 \x03(\tR\bpatterns\x12\x1c\n" +
 	"\tprincipal\x18\x05 \x01(\tR\tprincipal\x12\x14\n" +
 	"\x05owner\x18\x06 \x01(\tR\x05owner\x12\x19\n" +
-	"\bnot_made\x18\a \x01(\bR\anotMade\"\xaa\x01\n" +
+	"\bnot_made\x18\a \x01(\bR\anotMade\"\xd3\x01\n" +
 	"\x12ListClaimsResponse\x12*\n" +
 	"\x06claims\x18\x01 \x03(\v2\x12.patchbay.v1.ClaimR\x06claims\x12&\n" +
 	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x12\n" +
 	"\x04boot\x18\x03 \x01(\tR\x04boot\x12\x14\n" +
 	"\x05total\x18\x04 \x01(\rR\x05total\x12\x16\n" +
-	"\x06ledger\x18\x05 \x01(\tR\x06ledger\"\xaa\x03\n" +
+	"\x06ledger\x18\x05 \x01(\tR\x06ledger\x12'\n" +
+	"\x0fgeneration_made\x18\x06 \x01(\x04R\x0egenerationMade\"\xaa\x03\n" +
 	"\x05Claim\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x1c\n" +
 	"\tprincipal\x18\x02 \x01(\tR\tprincipal\x12\x14\n" +

@@ -102,6 +102,7 @@ pub async fn list(
             false => 0,
         },
         ledger,
+        generation_made: page.made,
     })
 }
 

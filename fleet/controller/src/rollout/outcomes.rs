@@ -62,6 +62,8 @@ pub struct Found {
     pub boot: String,
     /// The record of the guest's service; empty if it has no name.
     pub ledger: String,
+    /// The highest generation whose claims the record has as made.
+    pub made: u64,
     pub claims: FoundClaims,
     /// The number of the rollout's claims that the guest has; `None` if its service does not count
     /// them.
@@ -302,6 +304,7 @@ impl Rollout {
         let Some(Found {
             boot,
             ledger,
+            made,
             claims,
             total,
         }) = found
@@ -325,7 +328,7 @@ impl Rollout {
             let all = self.members[index].plan.set.claims().len();
             match claims {
                 // A late message may have made the claims again, in another record.
-                _ if self.members[index].has_lost_record(&boot, &ledger) => {
+                _ if self.members[index].has_lost_record(&boot, &ledger, made) => {
                     if !self.has_expired(index, now) {
                         self.ineffective(index, Failure::NoRecord, LOST_LEDGER, now);
                     }

@@ -310,11 +310,12 @@ impl Member {
         self.record.as_ref().filter(|_| is_confirmed)
     }
 
-    /// Returns whether a service has another record than the one in which the claims were confirmed
-    /// in this boot.
-    pub fn has_lost_record(&self, boot: &str, ledger: &str) -> bool {
-        let record = self.confirmed_record(boot);
-        record.is_some_and(|record| !ledger.is_empty() && record.ledger != bounded(ledger))
+    /// Returns whether a service does not have the record of the claims that were confirmed in this
+    /// boot. `made` is the highest generation whose claims its record has as made. The record may
+    /// have the same name and be an earlier state, as after a snapshot was loaded.
+    pub fn has_lost_record(&self, boot: &str, ledger: &str, made: u64) -> bool {
+        let record = self.confirmed_record(boot).filter(|_| !ledger.is_empty());
+        record.is_some_and(|record| record.ledger != bounded(ledger) || made < record.generation)
     }
 
     /// Returns whether the claims have ended by the spec's TTL.

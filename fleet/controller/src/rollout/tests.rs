@@ -117,6 +117,7 @@ fn found(boot: &str, claims: FoundClaims) -> Option<Found> {
     Some(Found {
         boot,
         ledger: String::new(),
+        made: 0,
         claims,
         total,
     })

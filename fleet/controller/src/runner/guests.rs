@@ -281,6 +281,7 @@ impl Found {
         Self {
             boot: answer.boot,
             ledger: answer.ledger,
+            made: answer.generation_made,
             claims,
             total,
         }
@@ -352,14 +353,11 @@ async fn booted(
 
 /// Returns the outcome of the end of a member's claims.
 fn ended(member: &Member, answer: &v1::SetClaimsResponse) -> ReleaseOutcome {
-    let is_empty = answer.results.is_empty();
     let is_lost = match member.confirmed_record(&answer.boot) {
-        // The record may have the same name and be an earlier state of it, as after a snapshot was
-        // loaded. An empty one of a later generation is right: the guest may have refused all
-        // claims, and the answer was lost.
-        Some(record) if !answer.ledger.is_empty() => {
-            member.has_lost_record(&answer.boot, &answer.ledger)
-                || is_empty && answer.generation_before < record.generation
+        // An empty record of a later generation is right: the guest may have refused all claims,
+        // and the answer was lost.
+        Some(_) if !answer.ledger.is_empty() => {
+            member.has_lost_record(&answer.boot, &answer.ledger, answer.generation_before)
         }
         // The service does not name its record.
         _ => {
@@ -369,7 +367,7 @@ fn ended(member: &Member, answer: &v1::SetClaimsResponse) -> ReleaseOutcome {
             // A repeat has no results if the service has dropped them, or if there were none to
             // begin with.
             let may_be_dropped = answer.repeated && !member.has_no_record();
-            is_empty && are_kept && !may_be_dropped
+            answer.results.is_empty() && are_kept && !may_be_dropped
         }
     };
     if is_lost {

@@ -60,6 +60,7 @@ impl World {
                 ledger: boot.clone(),
                 boot,
                 total: self.rng.u32(0..2),
+                generation_made: number,
                 ..v1::ListClaimsResponse::default()
             }));
         };
@@ -94,6 +95,7 @@ impl World {
         v1::SetClaimsResponse {
             results: results.collect(),
             ledger: boot.clone(),
+            generation_before: number,
             boot,
             repeated: self.rng.bool(),
             generation: number,

@@ -6,8 +6,8 @@
 use std::collections::BTreeSet;
 
 use patchbay_fleet::rollout::{
-    ErrorsOf, FoundClaims, GateAnswer, Member, Millis, OnFailure, Phase, Rollout, State,
-    WaveGateKind,
+    ErrorsOf, Found, FoundClaims, GateAnswer, Member, Millis, OnFailure, Phase, Record, Rollout,
+    State, WaveGateKind,
 };
 use patchbay_fleet::runner::Command;
 use patchbay_fleet::runner::guests::Outcome;
@@ -85,10 +85,11 @@ impl Reasons {
 
 /// Returns whether a service with this record does not have the claims that the member has
 /// confirmed in this boot.
-fn has_lost(member: &Member, boot: &str, ledger: &str) -> bool {
+fn has_lost(member: &Member, found: &Found) -> bool {
     let record = member.record.as_ref();
-    let is_other = record.is_some_and(|record| record.ledger != ledger);
-    member.is_confirmed && member.boot == boot && is_other
+    let is_other =
+        |record: &Record| record.ledger != found.ledger || record.generation > found.made;
+    member.is_confirmed && member.boot == found.boot && record.is_some_and(is_other)
 }
 
 fn is_wanted(member: &Member) -> bool {
@@ -110,7 +111,7 @@ impl Driver {
             Outcome::Checked(of) => of.outcome.as_ref().and_then(|found| {
                 let member = &self.rollout.members()[of.member];
                 let has_failed = match found.claims {
-                    _ if has_lost(member, &found.boot, &found.ledger) => true,
+                    _ if has_lost(member, found) => true,
                     FoundClaims::Ineffective(_) | FoundClaims::Replaced(_) => true,
                     FoundClaims::None => found.boot == member.boot,
                     FoundClaims::Made | FoundClaims::Unclear => {

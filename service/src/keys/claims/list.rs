@@ -43,6 +43,8 @@ pub struct ClaimPage {
     pub boot: String,
     /// If the query is for claims that are not made: the number of claims in any state.
     pub total: usize,
+    /// The highest generation of the selected owners whose claims were made; 0 if there is none.
+    pub made: u64,
 }
 
 /// A claim as it is listed.
@@ -78,6 +80,7 @@ impl Keys {
             boot: running
                 .map(|(registration, _)| self.shared.boot_name(registration))
                 .unwrap_or_default(),
+            made: book.claims.made_last(|owner| query.selects(owner)),
             ..ClaimPage::default()
         };
         let mut bytes = 0;

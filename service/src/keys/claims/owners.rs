@@ -54,16 +54,20 @@ pub struct OwnerState {
     /// Time of this request; `None` if an earlier program has written the ledger.
     #[serde(default)]
     pub last: Option<SystemTime>,
-    /// The highest generation before this one whose request was made; 0 if there was none.
+    /// The request with this generation has no claims.
+    #[serde(default)]
+    pub is_empty: bool,
+    /// The highest generation before this one whose claims were made; 0 if there was none.
     #[serde(default)]
     pub before: u64,
 }
 
 impl OwnerState {
-    /// Returns the highest generation before this one whose request was made; 0 if there was none.
+    /// Returns the highest generation before this one whose claims were made; 0 if there was none.
+    /// An empty set does not count: a ledger that has lost the claims takes one, too.
     pub fn made_before(&self, generation: u64) -> u64 {
         match self.answer {
-            Some(_) if self.generation < generation => self.generation,
+            Some(_) if self.generation < generation && !self.is_empty => self.generation,
             _ => self.before,
         }
     }
@@ -139,6 +143,7 @@ impl Claims {
             expires: None,
             answer: None,
             last: None,
+            is_empty: false,
             before: 0,
         };
         Self {
@@ -170,6 +175,13 @@ impl Claims {
     pub fn put_owner(&mut self, state: OwnerState) {
         self.owners.retain(|other| other.owner != state.owner);
         self.owners.push(state);
+    }
+
+    /// Returns the highest generation of these owners whose claims were made; 0 if there is none.
+    pub fn made_last(&self, is_meant: impl Fn(&Owner) -> bool) -> u64 {
+        let owners = self.owners.iter().filter(|state| is_meant(&state.owner));
+        let made = owners.map(|state| state.made_before(u64::MAX));
+        made.max().unwrap_or(0)
     }
 
     /// Returns all owners, and all claims by key.
@@ -235,6 +247,7 @@ impl Claims {
                 state.last = Some(now);
                 if state.generation != generation {
                     state.before = state.made_before(generation);
+                    state.is_empty = claims == 0;
                     state.generation = generation;
                     state.content = content;
                     state.answer = None;
@@ -247,6 +260,7 @@ impl Claims {
                 expires: None,
                 answer: None,
                 last: Some(now),
+                is_empty: claims == 0,
                 before: 0,
             }),
         }

@@ -98,7 +98,8 @@ impl ClaimsRequest {
 pub struct ClaimsOutcome {
     /// The guest's boot, as requests name it.
     pub boot: String,
-    /// The highest earlier generation of the owner that was made in this boot; 0 if there is none.
+    /// The highest earlier generation of the owner whose claims were made in this boot; 0 if there
+    /// is none.
     pub generation_before: u64,
     /// Digest of the intent.
     pub intent_digest: String,

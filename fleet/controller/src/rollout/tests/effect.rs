@@ -253,16 +253,31 @@ fn claims_in_another_record_are_not_those_that_were_confirmed() {
         };
         claimed(&mut rollout, index, made, 0);
     }
-    let found = |ledger: &str, claims| {
+    let found_made = |ledger: &str, made, claims| {
         let ledger = ledger.to_owned();
-        found("boot-1", claims).map(|found| Found { ledger, ..found })
+        found("boot-1", claims).map(|found| Found {
+            ledger,
+            made,
+            ..found
+        })
     };
+    let found = |ledger: &str, claims| found_made(ledger, 1, claims);
     rollout.checked(0, 1, found("record-1", FoundClaims::Made), 10);
     assert!(matches!(rollout.members()[0].state, State::AsWanted { .. }));
     rollout.checked(0, 1, found("record-2", FoundClaims::Made), 20);
     assert!(rollout.members()[0].state.has_lost_record());
     assert_eq!(drift(&rollout), 1);
+    // An earlier state of the record, which has none of the claims, or some that are void.
+    rollout.checked(2, 1, found_made("record-1", 0, FoundClaims::None), 30);
+    assert!(rollout.members()[2].state.has_lost_record());
+    let replaced = FoundClaims::Replaced("the module was loaded again".to_owned());
+    rollout.checked(2, 1, found_made("record-1", 0, replaced), 40);
+    assert!(
+        rollout.members()[2].state.has_lost_record(),
+        "not sent again"
+    );
     // The claims had ended before the record was lost.
+    rollout.members[2].state = State::AsWanted { pause_us: 10 };
     rollout.checked(2, 1, found("record-2", FoundClaims::None), 600);
     let ended = State::Released { void: true };
     assert_eq!(rollout.members()[2].state, ended);
@@ -285,6 +300,7 @@ fn the_record_of_confirmed_claims_is_learned() {
     for (ledger, total) in [("record-1", all), ("record-2", all)] {
         let found = found("boot-1", FoundClaims::Made).map(|found| Found {
             ledger: ledger.to_owned(),
+            made: 1,
             total: Some(total),
             ..found
         });

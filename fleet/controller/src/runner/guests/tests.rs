@@ -339,6 +339,9 @@ fn the_record_tells_whether_the_claims_that_were_confirmed_are_gone() {
     }
     let kept = answer("boot-1", "record-1", 2, made());
     assert_eq!(ended(&member, &kept), released(false));
+    // An earlier state has some of the claims.
+    let partly = answer("boot-1", "record-1", 1, made());
+    assert_eq!(ended(&member, &partly), ReleaseOutcome::Unknown);
     // A late message has made the claims in the record of another service.
     let lost = answer("boot-1", "record-2", 2, made());
     assert_eq!(ended(&member, &lost), ReleaseOutcome::Unknown);

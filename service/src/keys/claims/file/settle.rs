@@ -60,8 +60,9 @@ impl Ledger {
             }
         }
         for mut owner in pending.owners {
-            if !is_whole {
-                owner.answer = None;
+            // Some claims of the set were made.
+            if !is_whole && owner.answer.take().is_some() && !owner.is_empty {
+                owner.before = owner.generation;
             }
             state.claims.put_owner(owner);
         }

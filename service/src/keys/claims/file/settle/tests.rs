@@ -62,6 +62,7 @@ fn pending() -> Ledger {
                 expires: Some((at, SystemTime::now())),
                 answer: Some(Answer::default().into()),
                 last: None,
+                is_empty: false,
                 before: 1,
             }],
             request: Some(MadeRequest {
