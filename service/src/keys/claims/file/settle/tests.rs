@@ -94,6 +94,9 @@ fn settled(mark: Option<&Mark>, counts: [Option<i32>; 3]) -> Outcome {
     held.sort_unstable();
     let owner_state = state.claims.owner(&owner("o")).expect("it was known");
     assert!(state.claims.owner(&owner("other")).is_some());
+    // Claims that were made in part count as made.
+    let made = if owner_state.expires.is_some() { 2 } else { 0 };
+    assert_eq!(owner_state.made_before(3), made);
     let id = RequestId::new("r".to_owned(), Vec::new).expect("an id");
     Outcome {
         held: held.concat(),
