@@ -61,19 +61,14 @@ impl Incarnation {
         }
     }
 
-    /// Returns the first part of the ids of holds.
-    pub(super) fn holds_of(&self) -> &str {
-        &self.holds_of
-    }
-
     /// Returns the name, 32 hexadecimal digits.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.name
     }
 
-    /// Returns the name of the ledger. A process that has lost the ledger of an earlier one has
-    /// another name for its own.
+    /// Returns the name of the ledger, which is the first part of the ids of its holds. A process
+    /// that has lost the ledger of an earlier one has another name for its own.
     #[must_use]
     pub fn ledger(&self) -> &str {
         &self.holds_of

@@ -109,7 +109,7 @@ impl Keeper {
         if let Some(found) = &keeper.found {
             own.continue_holds(&found.holds_of);
         }
-        keeper.holds_of = own.holds_of().to_owned();
+        keeper.holds_of = own.ledger().to_owned();
         keeper
     }
 
@@ -319,7 +319,7 @@ impl<G: Guest> Executor<G> {
             }
             state_of(&book.holds, &book.claims)
         };
-        let holds_of = self.shared.incarnation.holds_of();
+        let holds_of = self.shared.incarnation.ledger();
         CopiedHolds::encode(&self.ledger.kept_boot, holds_of, now)
     }
 

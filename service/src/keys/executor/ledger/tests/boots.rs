@@ -289,3 +289,39 @@ fn a_key_that_was_undone_in_part_stays_in_quarantine() {
     assert!(is_quarantined && !other);
     assert_eq!(executor.shared.book().quarantine.len(), 1);
 }
+
+/// Checks that a client can tell that claims which were made in this boot are gone, and cannot make
+/// them again, after a snapshot of an earlier boot was loaded.
+#[tokio::test]
+async fn the_earlier_claims_of_a_boot_that_comes_back_are_known_to_be_gone() {
+    let (guest, place) = (boot(), Place::default());
+    let (service, registry) = start(&guest, &place, Some(found(&guest)));
+    let set = |generation, claims: &[(&str, Want)], after: Option<u64>| {
+        let mut request = request("a", generation, claims);
+        let ledger = service.keys.incarnation().ledger().to_owned();
+        request.after = after.map(|after| (ledger, after));
+        service.keys.set_claims(request)
+    };
+    let on = [("beta", Want::On)];
+    let first = set(4, &on, None).await.expect("made");
+    assert_eq!(first.generation_before, 0);
+    let second = set(6, &on, Some(4)).await.expect("made");
+    assert_eq!(second.generation_before, 4);
+    let repeated = set(6, &on, Some(4)).await.expect("answered");
+    assert_eq!((repeated.repeated, repeated.generation_before), (true, 4));
+    let early = set(7, &on, Some(7)).await.expect_err("not made yet");
+    assert_eq!(early.reason(), "LEDGER_LOST");
+
+    let keys = ["alpha", "beta", "gamma"].map(|name| TestKey::new(name, 0));
+    guest.run(&keys);
+    service.find_kernel(&guest, &registry).await;
+    let lost = set(8, &on, Some(6)).await.expect_err("another boot");
+    assert_eq!((lost.reason(), guest.count("beta")), ("LEDGER_LOST", 0));
+    // An empty set is taken, and does not count as claims that were made.
+    for generation in [9, 10] {
+        let released = set(generation, &[], None).await.expect("nothing to end");
+        assert_eq!(released.generation_before, 0);
+    }
+    let lost = set(11, &on, Some(9)).await.expect_err("empty");
+    assert_eq!(lost.reason(), "LEDGER_LOST");
+}
