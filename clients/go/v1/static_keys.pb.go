@@ -4317,7 +4317,7 @@ type ListClaimsResponse struct {
 	Boot string `protobuf:"bytes,3,opt,name=boot,proto3" json:"boot,omitempty"`
 	// If the request has `not_made`: the number of claims in any state that the other fields select.
 	Total uint32 `protobuf:"varint,4,opt,name=total,proto3" json:"total,omitempty"`
-	// As in SetClaimsResponse.
+	// The name of the ledger, which SetClaimsResponse describes.
 	Ledger string `protobuf:"bytes,5,opt,name=ledger,proto3" json:"ledger,omitempty"`
 	// The highest generation of the selected owners whose claims this ledger has as made in
 	// this boot; 0 if there is none.

@@ -52,6 +52,7 @@
 //! * With a gate on the agents' health, a guest is not changed before its agent's report is saved.
 
 mod amend;
+mod answers;
 mod commands;
 mod describe;
 mod gates;
@@ -67,12 +68,12 @@ mod tests;
 mod unknown;
 mod waves;
 
+pub use self::answers::{ClaimOutcome, Found, FoundClaims, GateAnswer, ReleaseOutcome};
 pub use self::describe::lasting;
 pub use self::keys::{Claim, Guarded, KeySet, KeySets, Tracepoint, Want};
 pub use self::legal::{NotLegal, Verb};
 pub(crate) use self::machine::bounded;
 pub use self::machine::{Action, Step};
-pub use self::outcomes::{ClaimOutcome, Found, FoundClaims, GateAnswer, ReleaseOutcome};
 pub use self::policy::{
     AfterReboot, AgentLimits, Caps, ErrorsOf, Freeze, OnFailure, Policy, WaveGate, WaveGateKind,
 };

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 
+use super::answers::{ClaimOutcome, Found, FoundClaims, GateAnswer, ReleaseOutcome};
 use super::machine::{BACKOFF, MAX_ATTEMPTS, MAX_BACKOFF, MAX_GENERATION, bounded};
 use super::policy::AfterReboot;
 use super::state::{Event, Failure, Member, Millis, Phase, Record, Rollout, Stage, State};
@@ -15,102 +16,6 @@ const MAX_BOOTS: u32 = 3;
 /// The reason for a guest whose service has lost its record of claims confirmed in this boot.
 const LOST_LEDGER: &str =
     "its service has lost its record of the claims, so nobody knows whether they still hold";
-
-/// The outcome of [`super::Action::Claim`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ClaimOutcome {
-    /// Every claim is made.
-    Made {
-        boot: String,
-        /// The record of the guest's service that has the claims; empty if it has no name.
-        ledger: String,
-        pause_us: u64,
-        /// The time after which the claims end by themselves.
-        ttl: Option<Millis>,
-    },
-    /// Nothing is made, because the guest has booted again, and this is its boot.
-    Booted {
-        boot: String,
-    },
-    /// The guest has answered, and some claims are not made.
-    NotMade {
-        /// The guest has a record of at least one of the claims.
-        has_claims: bool,
-        /// The guest has a record of all of them, and those that are not made have no effect at
-        /// present.
-        is_ineffective: bool,
-        /// The record of the guest's service, as in `Made`.
-        ledger: String,
-        /// The time after which these end by themselves.
-        ttl: Option<Millis>,
-        why: String,
-    },
-    Failed {
-        failure: Failure,
-        why: String,
-    },
-    /// The guest has seen this later generation, so the store is older than the guest's state.
-    Stale {
-        seen: u64,
-    },
-}
-
-/// The outcome of [`super::Action::Check`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Found {
-    /// The guest's boot; empty if it is not known.
-    pub boot: String,
-    /// The record of the guest's service; empty if it has no name.
-    pub ledger: String,
-    /// The highest generation whose claims the record has as made.
-    pub made: u64,
-    pub claims: FoundClaims,
-    /// The number of the rollout's claims that the guest has; `None` if its service does not count
-    /// them.
-    pub total: Option<usize>,
-}
-
-/// The claims of a rollout that a guest has.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum FoundClaims {
-    None,
-    /// Every claim that the guest has is made.
-    Made,
-    /// Some claims have no effect, for this reason: another claim or a hold decides, the key's
-    /// module is not loaded, or the guest or an operator has changed the key.
-    Ineffective(String),
-    /// A key's module was unloaded and loaded again, so the key has no claim. All other claims are
-    /// made, or have no effect for a reason that does not concern their keys.
-    Replaced(String),
-    /// The service does not tell whether all claims are made.
-    Unclear,
-}
-
-/// The outcome of [`super::Action::RunGate`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum GateAnswer {
-    Passed,
-    Failed(String),
-    /// The party that was asked is down, or has not answered the question.
-    Inconclusive(String),
-}
-
-/// The outcome of [`super::Action::Release`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ReleaseOutcome {
-    Released {
-        void: bool,
-    },
-    Failed {
-        why: String,
-    },
-    /// The guest had confirmed the claims, and knows nothing of them any more.
-    Unknown,
-    /// The same as in [`ClaimOutcome`].
-    Stale {
-        seen: u64,
-    },
-}
 
 impl Rollout {
     /// Ends the action of a member. Returns whether its outcome counts. An outcome of an earlier
@@ -240,6 +145,13 @@ impl Rollout {
         let State::Releasing { why: before } = &self.members[index].state else {
             return;
         };
+        let outcome = match outcome {
+            // The service has ended the claims by its own clock.
+            ReleaseOutcome::Unknown if self.members[index].has_expired(now) => {
+                ReleaseOutcome::Released { void: true }
+            }
+            outcome => outcome,
+        };
         match outcome {
             ReleaseOutcome::Released { void } => {
                 self.run.retries.remove(&index);
@@ -252,11 +164,6 @@ impl Rollout {
                 if is_news {
                     self.set(index, State::Releasing { why });
                 }
-            }
-            // The service has ended the claims by its own clock.
-            ReleaseOutcome::Unknown if self.members[index].has_expired(now) => {
-                self.run.retries.remove(&index);
-                self.set(index, State::Released { void: true });
             }
             ReleaseOutcome::Unknown => {
                 // The answer to a repeat would be taken for a confirmation.
@@ -303,8 +210,7 @@ impl Rollout {
         let was_ineffective = self.members[index].state.is_ineffective();
         let Some(Found {
             boot,
-            ledger,
-            made,
+            record,
             claims,
             total,
         }) = found
@@ -326,9 +232,10 @@ impl Rollout {
         if !boot.is_empty() {
             let has_booted = boot != self.members[index].boot;
             let all = self.members[index].plan.set.claims().len();
+            let is_recorded = self.members[index].is_recorded(&boot, record.as_ref());
             match claims {
                 // A late message may have made the claims again, in another record.
-                _ if self.members[index].has_lost_record(&boot, &ledger, made) => {
+                _ if is_recorded == Some(false) => {
                     if !self.has_expired(index, now) {
                         self.ineffective(index, Failure::NoRecord, LOST_LEDGER, now);
                     }
@@ -352,7 +259,11 @@ impl Rollout {
                 // Claims that were confirmed before their service named its record.
                 FoundClaims::Made if total == Some(all) && self.members[index].record.is_none() => {
                     let member = &mut self.members[index];
-                    member.record = Record::new(&ledger, member.generation);
+                    let generation = member.generation;
+                    member.record = record.map(|record| Record {
+                        generation,
+                        ..record
+                    });
                     self.run.changed.insert(index);
                 }
                 FoundClaims::Made | FoundClaims::Unclear => {}

@@ -227,18 +227,18 @@ pub struct Health {
     pub kernel_warnings: u64,
 }
 
-/// The record of a guest's service in which claims were confirmed.
+/// The record that a guest's service has of a rollout's claims.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// The name that the service gives it.
     pub ledger: String,
-    /// The generation of the claims.
+    /// The highest generation whose claims are made in it.
     pub generation: u64,
 }
 
 impl Record {
     /// Returns `None` for a service that does not name its record.
-    pub(super) fn new(ledger: &str, generation: u64) -> Option<Self> {
+    pub fn new(ledger: &str, generation: u64) -> Option<Self> {
         let ledger = bounded(ledger);
         (!ledger.is_empty()).then_some(Self { ledger, generation })
     }
@@ -262,8 +262,8 @@ pub struct Member {
     pub boot: String,
     /// The guest has confirmed the claims in this boot.
     pub is_confirmed: bool,
-    /// The record of the guest's service that has the claims; `None` if the service does not name
-    /// its record.
+    /// The record in which the claims were confirmed; `None` if the service does not name its
+    /// record.
     pub record: Option<Record>,
     /// The time at which the claims end by themselves, if the spec has a time for them.
     pub expires: Option<Millis>,
@@ -310,12 +310,12 @@ impl Member {
         self.record.as_ref().filter(|_| is_confirmed)
     }
 
-    /// Returns whether a service does not have the record of the claims that were confirmed in this
-    /// boot. `made` is the highest generation whose claims its record has as made. The record may
-    /// have the same name and be an earlier state, as after a snapshot was loaded.
-    pub fn has_lost_record(&self, boot: &str, ledger: &str, made: u64) -> bool {
-        let record = self.confirmed_record(boot).filter(|_| !ledger.is_empty());
-        record.is_some_and(|record| record.ledger != bounded(ledger) || made < record.generation)
+    /// Returns whether the claims that were confirmed in this boot are in the service's present
+    /// record; `None` if one of the two has no name. A record of the same name may be an earlier
+    /// state, as after a snapshot was loaded.
+    pub fn is_recorded(&self, boot: &str, present: Option<&Record>) -> Option<bool> {
+        let (confirmed, present) = (self.confirmed_record(boot)?, present?);
+        Some(present.ledger == confirmed.ledger && present.generation >= confirmed.generation)
     }
 
     /// Returns whether the claims have ended by the spec's TTL.

@@ -9,7 +9,7 @@ mod persons;
 mod standing;
 mod unknown;
 
-use super::outcomes::{Found, FoundClaims};
+use super::answers::{Found, FoundClaims};
 use super::*;
 
 fn member(index: usize) -> Member {
@@ -116,8 +116,7 @@ fn found(boot: &str, claims: FoundClaims) -> Option<Found> {
     let total = None;
     Some(Found {
         boot,
-        ledger: String::new(),
-        made: 0,
+        record: None,
         claims,
         total,
     })

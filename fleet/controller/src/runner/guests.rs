@@ -10,7 +10,7 @@ use tonic::Status;
 use crate::hosts::{Acting, CallError};
 use crate::plan::{Asks, not_made};
 use crate::rollout::{
-    ClaimOutcome, Failure, Found, FoundClaims, GateAnswer, Header, Health, Member, Millis,
+    ClaimOutcome, Failure, Found, FoundClaims, GateAnswer, Header, Health, Member, Millis, Record,
     ReleaseOutcome, Rollout, bounded,
 };
 use crate::spec::Duration;
@@ -280,8 +280,7 @@ impl Found {
             .filter(|total| *total > 0);
         Self {
             boot: answer.boot,
-            ledger: answer.ledger,
-            made: answer.generation_made,
+            record: Record::new(&answer.ledger, answer.generation_made),
             claims,
             total,
         }
@@ -353,14 +352,13 @@ async fn booted(
 
 /// Returns the outcome of the end of a member's claims.
 fn ended(member: &Member, answer: &v1::SetClaimsResponse) -> ReleaseOutcome {
-    let is_lost = match member.confirmed_record(&answer.boot) {
+    let present = Record::new(&answer.ledger, answer.generation_before);
+    let is_lost = match member.is_recorded(&answer.boot, present.as_ref()) {
         // An empty record of a later generation is right: the guest may have refused all claims,
         // and the answer was lost.
-        Some(_) if !answer.ledger.is_empty() => {
-            member.has_lost_record(&answer.boot, &answer.ledger, answer.generation_before)
-        }
+        Some(is_recorded) => !is_recorded,
         // The service does not name its record.
-        _ => {
+        None => {
             let is_confirmed = member.is_confirmed && answer.boot == member.boot;
             // Claims that end by themselves may have ended.
             let are_kept = is_confirmed && member.expires.is_none();

@@ -86,10 +86,12 @@ impl Reasons {
 /// Returns whether a service with this record does not have the claims that the member has
 /// confirmed in this boot.
 fn has_lost(member: &Member, found: &Found) -> bool {
-    let record = member.record.as_ref();
-    let is_other =
-        |record: &Record| record.ledger != found.ledger || record.generation > found.made;
-    member.is_confirmed && member.boot == found.boot && record.is_some_and(is_other)
+    let has = |record: &Record| {
+        let mut present = found.record.iter();
+        present.any(|one| one.ledger == record.ledger && one.generation >= record.generation)
+    };
+    let is_here = member.is_confirmed && member.boot == found.boot;
+    is_here && member.record.as_ref().is_some_and(|record| !has(record))
 }
 
 fn is_wanted(member: &Member) -> bool {

@@ -254,12 +254,8 @@ fn claims_in_another_record_are_not_those_that_were_confirmed() {
         claimed(&mut rollout, index, made, 0);
     }
     let found_made = |ledger: &str, made, claims| {
-        let ledger = ledger.to_owned();
-        found("boot-1", claims).map(|found| Found {
-            ledger,
-            made,
-            ..found
-        })
+        let record = Record::new(ledger, made);
+        found("boot-1", claims).map(|found| Found { record, ..found })
     };
     let found = |ledger: &str, claims| found_made(ledger, 1, claims);
     rollout.checked(0, 1, found("record-1", FoundClaims::Made), 10);
@@ -299,8 +295,7 @@ fn the_record_of_confirmed_claims_is_learned() {
     let all = rollout.members()[0].plan.set.claims().len();
     for (ledger, total) in [("record-1", all), ("record-2", all)] {
         let found = found("boot-1", FoundClaims::Made).map(|found| Found {
-            ledger: ledger.to_owned(),
-            made: 1,
+            record: Record::new(ledger, 1),
             total: Some(total),
             ..found
         });
