@@ -176,6 +176,14 @@ fn gate<'a>(boot: &Boot, name: &'a str, status: u8) -> &'a str {
     name
 }
 
+/// Finds the programs and a kernel, and starts etcd. Prints a message and returns `None` if one of
+/// them is missing.
+fn prepared() -> Option<(Programs, Boot, Etcd)> {
+    let (programs, boot) = (Programs::find()?, Boot::prepare()?);
+    let etcd = Etcd::start(boot.folder.path())?;
+    Some((programs, boot, etcd))
+}
+
 /// Starts the daemon of a host with its files in this folder, and waits until it is registered
 /// under the folder's name.
 fn registered(programs: &Programs, folder: &Path, etcd: &Etcd) -> Daemon {
@@ -228,13 +236,10 @@ fn ledger(programs: &Programs, host: &Path, words: &[&str]) -> Output {
 /// Checks that a rollout is rolled back if its gate fails, and is kept until it is undone if its
 /// gate passes.
 pub fn changes(accelerator: Accelerator) {
-    let (Some(programs), Some(boot)) = (Programs::find(), Boot::prepare()) else {
+    let Some((programs, boot, etcd)) = prepared() else {
         return;
     };
     let folder = boot.folder.path();
-    let Some(etcd) = Etcd::start(folder) else {
-        return;
-    };
     // A lab has no host name of its own.
     let host = folder.join("lab");
     let _daemon = registered(&programs, &host, &etcd);
@@ -263,13 +268,10 @@ pub fn changes(accelerator: Accelerator) {
 /// Checks that a rollout follows a guest that migrates to another host with its ledger, and takes
 /// its change back there.
 pub fn moves(accelerator: Accelerator) {
-    let (Some(programs), Some(boot)) = (Programs::find(), Boot::prepare()) else {
+    let Some((programs, boot, etcd)) = prepared() else {
         return;
     };
     let folder = boot.folder.path();
-    let Some(etcd) = Etcd::start(folder) else {
-        return;
-    };
     let (here, there) = (folder.join("here"), folder.join("there"));
     let daemon = registered(&programs, &here, &etcd);
     let Some(controller) = Controller::start(&programs, folder, &etcd) else {
