@@ -15,9 +15,11 @@ use crate::keys::{self, Keys, Setting};
 use crate::report::{Case, Verdict};
 use crate::session::{End, Sink};
 
-/// The number of bytes that are kept of a run's output when it exceeds twice this number. The
-/// beginning is then dropped.
+/// The number of bytes that are kept of a run's output when it exceeds [`WHOLE`]. The beginning is
+/// then dropped.
 const KEPT: usize = 256 << 10;
+/// The maximum number of bytes of an output of which nothing is dropped.
+pub const WHOLE: usize = 2 * KEPT;
 
 /// Keeps the end of a command's output.
 #[derive(Debug, Default)]
@@ -29,7 +31,7 @@ pub struct Kept {
 impl Sink for Kept {
     async fn take(&mut self, _: u32, data: &[u8]) {
         self.bytes.extend(data);
-        if self.bytes.len() > 2 * KEPT {
+        if self.bytes.len() > WHOLE {
             self.bytes.drain(..self.bytes.len() - KEPT);
             self.dropped = true;
         }

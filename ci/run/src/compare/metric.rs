@@ -3,6 +3,8 @@
 
 use regex::{Regex, RegexBuilder};
 
+use crate::runner::WHOLE;
+
 /// The limits of a measurement, which keep ratios of medians finite.
 const SMALLEST: f64 = 1e-100;
 const LARGEST: f64 = 1e100;
@@ -48,11 +50,11 @@ impl Metric {
     pub fn measure(&self, output: &str, cut: bool) -> Result<f64, String> {
         // The part that was dropped may contain the number, or a second match.
         if cut {
-            return Err(
-                "the output exceeds 512 KiB, so --metric cannot search all of it; print less, or \
-                 write to a file"
-                    .to_owned(),
-            );
+            return Err(format!(
+                "the output exceeds {} KiB, so --metric cannot search all of it; print less, or \
+                 write to a file",
+                WHOLE >> 10
+            ));
         }
         self.find(output)
     }
