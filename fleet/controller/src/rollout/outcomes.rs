@@ -12,7 +12,7 @@ use crate::hosts::Changed;
 /// The time within which a guest boots, or loads a module again, soon after its change.
 const SOON: Millis = 600_000;
 /// The number of such events after which the guest is left as it is.
-const MAX_BOOTS: u32 = 3;
+const MAX_LOSSES: u32 = 3;
 /// The reason for a guest whose service has lost its record of claims confirmed in this boot.
 const LOST_LEDGER: &str =
     "its service has lost its record of the claims, so nobody knows whether they still hold";
@@ -312,8 +312,10 @@ impl Rollout {
     /// reloaded soon after each change, the change may be the cause.
     fn replaced(&mut self, index: usize, why: &str, now: Millis) {
         let losses = self.count_loss(index, now);
-        if losses >= MAX_BOOTS {
-            let why = format!("{why} soon after its change, {MAX_BOOTS} times or more");
+        if losses >= MAX_LOSSES {
+            let why = format!(
+                "{why}; its claims were lost {MAX_LOSSES} times or more soon after a change"
+            );
             self.ineffective(index, Failure::Ineffective, &why, now);
             return;
         }
@@ -348,18 +350,19 @@ impl Rollout {
     /// Changes a guest that has booted again, unless it is to be left. A guest that boots soon
     /// after each change may do so because of the change.
     fn rebooted(&mut self, index: usize, now: Millis) {
-        let boots = self.count_loss(index, now);
+        let losses = self.count_loss(index, now);
         let name = self.members[index].guest.clone();
         if self.header.policy.after_reboot == AfterReboot::Leave {
             self.set(index, State::Released { void: true });
-        } else if boots >= MAX_BOOTS {
+        } else if losses >= MAX_LOSSES {
             let text = format!(
-                "guest {name} has booted {boots} times soon after its change, and is left as it is"
+                "guest {name} has lost its claims {losses} times soon after its change, by a boot \
+                 or a module's reload, and is left as it is"
             );
             self.note_of(Event::Drift, "", now, text);
             self.set(index, State::Released { void: true });
         } else {
-            self.put_off_by(index, boots * 4, now);
+            self.put_off_by(index, losses * 4, now);
             self.members[index].health = None;
             self.set(index, State::Pending);
         }

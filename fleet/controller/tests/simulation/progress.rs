@@ -8,8 +8,9 @@ use super::oracle::{LONGEST_RETRY, number_of};
 use super::owners::EARLY;
 use super::world::World;
 
-/// A guest that boots this many times, each time soon after a change, is left as it is.
-const MAX_BOOTS: u32 = 3;
+/// A guest that boots or reloads its module this many times, each time soon after a change, is left
+/// as it is.
+const MAX_LOSSES: u32 = 3;
 
 impl World {
     /// Checks that the rollout waits for a guest only if there is a reason in the guest.
@@ -52,10 +53,11 @@ impl World {
         let wave = number.and_then(|number| header.wave_of(number));
         let is_taken_back = wave.is_some_and(|wave| header.waves[wave].is_taken_back);
         let leaves = header.policy.after_reboot == AfterReboot::Leave;
-        let boots = self.guests[index].boots;
+        let guest = &self.guests[index];
+        let losses = guest.boots - 1 + guest.loads.saturating_sub(1);
         assert!(
-            is_taken_back || leaves || member.expires.is_some() || boots > MAX_BOOTS,
-            "guest {index} is given up by {} after {boots} boots",
+            is_taken_back || leaves || member.expires.is_some() || losses >= MAX_LOSSES,
+            "guest {index} is given up by {} after {losses} boots and reloads",
             header.name
         );
     }
