@@ -74,6 +74,10 @@ pub enum WorldFault {
     Kernel,
     /// The host loses a guest's ledger.
     LoseLedger,
+    /// A guest's ledger is exported, or an earlier export is imported.
+    OldLedger,
+    /// A snapshot of a guest is taken, or the guest is set back to one of an earlier boot.
+    SetBack,
     /// The `patchbayd` of a host ends for some time.
     EndDaemon,
     /// A copy of a guest is started from a snapshot.
@@ -84,7 +88,7 @@ pub enum WorldFault {
     LoseWatch,
 }
 
-pub const WORLD_FAULTS: [WorldFault; 14] = [
+pub const WORLD_FAULTS: [WorldFault; 16] = [
     WorldFault::Reboot,
     WorldFault::KillService,
     WorldFault::Change,
@@ -95,6 +99,8 @@ pub const WORLD_FAULTS: [WorldFault; 14] = [
     WorldFault::Rights,
     WorldFault::Kernel,
     WorldFault::LoseLedger,
+    WorldFault::OldLedger,
+    WorldFault::SetBack,
     WorldFault::EndDaemon,
     WorldFault::Copy,
     WorldFault::Module,
@@ -194,15 +200,59 @@ impl World {
                 });
             }
             WorldFault::LoseLedger => {
-                let guest = &mut self.guests[index];
-                // Little is promised of such a guest, so the others never lose theirs.
-                if index == 0 && guest.is_served() && !guest.is_full {
-                    guest.lose_ledger(&self.runtime, self.now);
+                if self.may_lose_ledger(index) {
+                    self.guests[index].lose_ledger(&self.runtime, self.now);
                     self.count("ledger lost");
                     self.trace(|| format!("the ledger of guest {index} is lost"));
                 }
             }
+            WorldFault::OldLedger => {
+                if self.may_lose_ledger(index) {
+                    let guest = &mut self.guests[index];
+                    if guest.import_ledger(&self.runtime, self.now) {
+                        self.count("earlier ledger imported");
+                        self.trace(|| format!("guest {index} gets an earlier ledger"));
+                    } else {
+                        guest.export_ledger();
+                        self.trace(|| format!("the ledger of guest {index} is exported"));
+                    }
+                }
+            }
+            WorldFault::SetBack => {
+                if self.may_lose_ledger(index) && !self.set_back(index) {
+                    self.guests[index].save_state(&self.runtime, self.now);
+                    self.trace(|| format!("a snapshot of guest {index} is taken"));
+                }
+            }
         }
+    }
+
+    /// Sets a guest back to an earlier boot. Returns whether there is a snapshot of one.
+    fn set_back(&mut self, index: usize) -> bool {
+        let Some(saved) = self.guests[index].set_back() else {
+            return false;
+        };
+        self.count("guest set back to an earlier boot");
+        self.trace(|| format!("guest {index} is set back to an earlier boot"));
+        // A controller that has a later answer does not remember the ledger of the snapshot.
+        let orphans = saved.owners.into_iter().filter_map(|(owner, generation)| {
+            let is_latest = !self
+                .oracle
+                .has_answered(index, saved.epoch, &owner, generation);
+            is_latest.then_some(owner)
+        });
+        let orphans = orphans.collect();
+        self.guests[index].orphans = Some(orphans);
+        self.register_soon();
+        let wait = self.rng.u64(1..30_000);
+        self.schedule(wait, Event::Serve(index));
+        true
+    }
+
+    /// Little is promised of a guest that has lost a ledger, so only the first one does.
+    fn may_lose_ledger(&self, index: usize) -> bool {
+        let guest = &self.guests[index];
+        index == 0 && guest.is_served() && !guest.is_full
     }
 
     /// Returns the difference of a new leader's clock from the right time.

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A guest in memory with the real service code, which a fault can kill at any write of its ledger.
 
+mod boots;
+mod ledger;
 mod module;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,6 +21,7 @@ use patchbay_service::testing::{ManualClock, found, list_claims, set_claims};
 use tokio::runtime::Runtime;
 use tonic::{Request, Status};
 
+use self::boots::Saved;
 pub use self::module::MODULE_KEY;
 use self::module::Requests;
 use super::copies::Snapshot;
@@ -93,8 +96,12 @@ pub struct Guest {
     pub allows_guarded: bool,
     /// The counts of the keys at boot.
     pub original: BTreeMap<&'static str, i32>,
-    /// The number of boots.
+    /// The number of boots. A guest that is set back to an earlier one boots once more.
     pub boots: u32,
+    /// The number that identifies the boot.
+    boot: u64,
+    /// The state of a snapshot, to which the guest may be set back.
+    saved: Option<Saved>,
     /// The boot in which the early claims were made last.
     pub claimed_in: u32,
     /// The keys that the guest has changed since it booted.
@@ -112,7 +119,10 @@ pub struct Guest {
     /// The owners whose claims were lost with the ledger in this boot, if it was lost. Nothing can
     /// return their keys.
     pub orphans: Option<BTreeSet<String>>,
-    /// The number of boots and of ledgers lost. The service remembers nothing of an earlier one.
+    /// The ledger in the file to which it was exported, and the boot in which this was done.
+    exported: Option<(u32, Vec<u8>)>,
+    /// The number of boots, and of ledgers lost or replaced by an earlier one. The service may
+    /// remember nothing of an earlier one.
     pub epoch: u32,
     /// The latest generation of the other owners' claims.
     pub generation: u64,
@@ -172,7 +182,7 @@ impl Guest {
     /// Returns a guest with the kernel of this one in the same boot. No service runs.
     pub fn twin(&self, name: &str, host: &str, number: u64) -> Self {
         // The boot advances when the kernel registers.
-        let boot = (self.number << 16) + u64::from(self.boots) - 1;
+        let boot = self.boot - 1;
         let path = locked(&self.copies).path.clone();
         let folder = path.parent().expect("it lies in a folder");
         let (kinds, original) = (self.kinds.clone(), self.original.clone());
@@ -228,6 +238,8 @@ impl Guest {
             allows_guarded: number % 2 == 0,
             original,
             boots: 1,
+            boot: boot + 1,
+            saved: None,
             claimed_in: 0,
             changed: BTreeSet::new(),
             early: BTreeMap::new(),
@@ -236,6 +248,7 @@ impl Guest {
             speed: 2,
             is_full: false,
             orphans: None,
+            exported: None,
             epoch: 1,
             generation: 0,
             service: None,
@@ -307,31 +320,6 @@ impl Guest {
         self.service.is_some()
     }
 
-    /// Boots the guest again, into a kernel with keys of these kinds. Its service goes on if
-    /// `in_place`, and is started again otherwise.
-    pub fn reboot(&mut self, in_place: bool, kinds: BTreeMap<&'static str, Kind>) {
-        self.kinds = kinds;
-        assert_eq!(self.vm.register(&keys(&self.original, &self.kinds)), 0);
-        self.tables = found(&self.vm);
-        self.boots += 1;
-        self.epoch += 1;
-        self.orphans = None;
-        self.changed.clear();
-        self.others.clear();
-        self.ends.clear();
-        match &self.service {
-            Some(service) if in_place => {
-                self.is_settled = false;
-                let tables = self.tables.clone();
-                service.registry.register_kernel(tables).expect("taken");
-            }
-            _ => self.stop(),
-        }
-        if self.kind(MODULE_KEY) != Kind::Missing {
-            self.load_module();
-        }
-    }
-
     /// Changes a key as the guest's own code does.
     pub fn change(&mut self, key: &'static str, count: i32) {
         self.vm.set_count(key, count);
@@ -357,33 +345,6 @@ impl Guest {
         let keys = KEYS.into_iter();
         let present = keys.filter(|key| self.kind(key) != Kind::Missing);
         present.map(|key| (key, self.vm.count(key))).collect()
-    }
-
-    /// Lets writes of the ledger fail, or succeed again.
-    pub fn fill_disk(&mut self, is_full: bool) {
-        self.is_full = is_full;
-        let mut new = locked(&self.copies).path.clone().into_os_string();
-        // A new ledger is written to this path, and a folder is never replaced.
-        new.push(patchbay_guest::log_file::NEXT);
-        let _ = match is_full {
-            true => std::fs::create_dir(new),
-            false => std::fs::remove_dir(new),
-        };
-    }
-
-    /// Starts the service again without its ledger. It must run, and the disk must not be full.
-    pub fn lose_ledger(&mut self, runtime: &Runtime, now: Millis) {
-        let page = self.claims(runtime, now, "").expect("served");
-        self.stop();
-        let _ = std::fs::remove_file(&locked(&self.copies).path);
-        let owners = page.claims.into_iter().map(|claim| claim.owner);
-        // After the first loss, late calls may make claims of rollouts that have ended.
-        self.orphans.get_or_insert_with(|| owners.collect());
-        self.epoch += 1;
-        // The service takes the present counts for those of the guest's own.
-        self.changed.extend(KEYS);
-        self.others.clear();
-        self.start(now);
     }
 
     /// Records a call that may have made claims with a time to live.

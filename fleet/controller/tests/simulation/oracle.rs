@@ -63,6 +63,13 @@ impl Oracle {
         }
     }
 
+    /// Returns whether a guest has answered a call of an owner after this epoch and generation.
+    pub fn has_answered(&self, guest: usize, epoch: u32, owner: &str, generation: u64) -> bool {
+        let of = self.answered.iter();
+        let mut of = of.filter(|((of, _, by), _)| *of == guest && by == owner);
+        of.any(|((_, at, _), latest)| (*at, *latest) > (epoch, generation))
+    }
+
     /// Records the state with which a driver begins.
     pub fn loaded(&mut self, rollout: &Rollout) {
         let generations = rollout.members().iter().map(|member| member.generation);

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Guests that boot again, or are set back to an earlier boot.
+
+use std::collections::BTreeMap;
+
+use patchbay_fleet::rollout::Millis;
+use patchbay_service::testing::found;
+use tokio::runtime::Runtime;
+
+use super::module::MODULE_KEY;
+use super::{Guest, KEYS, Kind, keys};
+
+/// The state of a guest in a snapshot. It does not have the ledger, which the guest's service
+/// keeps elsewhere.
+pub struct Saved {
+    boots: u32,
+    boot: u64,
+    /// See [`Guest::epoch`].
+    pub epoch: u32,
+    kinds: BTreeMap<&'static str, Kind>,
+    counts: BTreeMap<&'static str, i32>,
+    /// The owners of claims, with the generation of one.
+    pub owners: BTreeMap<String, u64>,
+}
+
+impl Guest {
+    /// Boots the guest again, into a kernel with keys of these kinds. Its service goes on if
+    /// `in_place`, and is started again otherwise.
+    pub fn reboot(&mut self, in_place: bool, kinds: BTreeMap<&'static str, Kind>) {
+        self.kinds = kinds;
+        self.register((self.number << 16) + u64::from(self.boots));
+        self.orphans = None;
+        self.changed.clear();
+        self.others.clear();
+        self.ends.clear();
+        match &self.service {
+            Some(service) if in_place => {
+                self.is_settled = false;
+                let tables = self.tables.clone();
+                service.registry.register_kernel(tables).expect("taken");
+            }
+            _ => self.stop(),
+        }
+        if self.kind(MODULE_KEY) != Kind::Missing {
+            self.load_module();
+        }
+    }
+
+    /// Registers the kernel of the boot after this number.
+    fn register(&mut self, before: u64) {
+        self.vm.set_boot(before);
+        assert_eq!(self.vm.register(&keys(&self.original, &self.kinds)), 0);
+        self.boot = before + 1;
+        self.tables = found(&self.vm);
+        self.boots += 1;
+        self.epoch += 1;
+    }
+
+    /// Takes the snapshot to which [`Guest::set_back`] sets the guest back. The service must run.
+    pub fn save_state(&mut self, runtime: &Runtime, now: Millis) {
+        let page = self.claims(runtime, now, "").expect("served");
+        let claims = page.claims.into_iter();
+        let owners = claims.map(|claim| (claim.owner, claim.generation));
+        self.saved = Some(Saved {
+            boots: self.boots,
+            boot: self.boot,
+            epoch: self.epoch,
+            kinds: self.kinds.clone(),
+            counts: self.counts(),
+            owners: owners.collect(),
+        });
+    }
+
+    /// Sets the guest back to its snapshot if that is of an earlier boot, whose ledger is gone.
+    /// Returns the snapshot. Afterwards no service runs.
+    pub fn set_back(&mut self) -> Option<Saved> {
+        let saved = self.saved.take_if(|saved| saved.boots < self.boots)?;
+        self.stop();
+        self.kinds.clone_from(&saved.kinds);
+        self.register(saved.boot - 1);
+        if self.kind(MODULE_KEY) != Kind::Missing {
+            self.load_module();
+        }
+        for (key, count) in &saved.counts {
+            if self.kind(key) != Kind::Missing {
+                self.vm.set_count(key, *count);
+            }
+        }
+        // The service takes the counts for those of the guest's own.
+        self.changed.extend(KEYS);
+        self.others.clear();
+        self.ends.clear();
+        Some(saved)
+    }
+}
