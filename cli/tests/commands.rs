@@ -8,6 +8,7 @@ mod commands {
     mod ci;
     mod ci_bad_input;
     mod ci_compare;
+    mod ci_early_end;
     mod ci_files;
     mod ci_fresh;
     mod ci_guest;

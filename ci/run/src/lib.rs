@@ -16,6 +16,7 @@
 //!   collect   copies files of the guest to this machine
 //!   matrix    key by key, or together with ddmin
 //!   pairs     two keys at a time: all pairs, or the runs of a covering array
+//!   cases     the cases of a run as they become known, and the reason of an early end
 //!   causes    the pairs that make a run of a covering array fail
 //!   workers   shares the runs of a matrix among runners, and keeps their order
 //!   compare   the effect of keys on a command, with an interval
@@ -38,6 +39,7 @@ macro_rules! tell {
 }
 
 mod args;
+mod cases;
 mod causes;
 mod collect;
 pub mod compare;
@@ -60,6 +62,7 @@ pub mod session;
 mod workers;
 
 use std::io::Write;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -68,11 +71,11 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::args::Arguments;
 pub use crate::args::{CompareArgs, RunArgs};
+use crate::cases::Cases;
 use crate::collect::Collect;
 use crate::compare::{Comparison, Ended};
 use crate::console::printable;
 use crate::guest::Outcome;
-use crate::matrix::Progress;
 use crate::prepare::Parts;
 use crate::report::{Case, Verdict};
 use crate::runner::{Kept, Runner};
@@ -182,38 +185,60 @@ async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
         let snapshot = files.path().join("snapshot");
         runner.save(&snapshot, collect.clone()).await?;
     }
-    let (cases, status) = if arguments.matrix.is_empty() {
-        run_once(&mut runner, arguments).await?
-    } else {
-        let progress = Terminal;
-        let (runner, patterns) = (&mut runner, &arguments.matrix);
-        let cases = match arguments.pairs {
-            _ if arguments.together => matrix::together(runner, patterns, &progress).await?,
-            Some(how) => pairs::pairs(runner, patterns, how, jobs, &progress).await?,
-            None => matrix::each(runner, patterns, jobs, &progress).await?,
-        };
-        let failed = cases.iter().any(Case::failed);
-        summarize(&cases);
-        (cases, if failed { FAILED } else { 0 })
+    let (cases, mut status) = match arguments.matrix.is_empty() {
+        true => run_once(&mut runner, arguments).await?,
+        false => run_matrix(&mut runner, arguments).await?,
     };
-    if !arguments.fresh {
-        collect.from(runner.booted(), None).await?;
-    }
+    let collected = match arguments.fresh {
+        // The files of each run were collected.
+        true => Ok(()),
+        false => collect.from(runner.booted(), None).await,
+    };
     runner.discard().await;
-    if let Some(path) = &arguments.junit {
-        let xml = report::junit(&arguments.guest.command.join(" "), &cases);
-        std::fs::write(path, xml).with_context(|| format!("cannot write {}", path.display()))?;
-    }
+    let reported = match &arguments.junit {
+        Some(path) => write_junit(path, &arguments.guest.command.join(" "), &cases),
+        None => Ok(()),
+    };
     if arguments.ktap {
         // A closed standard output does not change the result.
         let _ = std::io::stdout().write_all(report::ktap(&cases).as_bytes());
+    }
+    // An error of one result must not discard the others.
+    for error in [collected, reported].into_iter().filter_map(Result::err) {
+        status = print_error(&error);
     }
     prepare::print_times(start, preparation, &runner, jobs);
     Ok(status)
 }
 
+fn write_junit(path: &Path, suite: &str, cases: &Cases) -> Result<()> {
+    let xml = report::junit(suite, cases);
+    std::fs::write(path, xml).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Runs the command with no key flipped and with keys of the matrix. If a run cannot take place,
+/// prints the reason and keeps the cases so far.
+///
+/// # Errors
+/// No keys were selected.
+async fn run_matrix(runner: &mut Runner, arguments: &RunArgs) -> Result<(Cases, u8)> {
+    let (patterns, jobs) = (&arguments.matrix, usize::from(arguments.jobs));
+    let mut cases = Cases::default();
+    let ended = match arguments.pairs {
+        _ if arguments.together => matrix::together(runner, patterns, &mut cases).await,
+        Some(how) => pairs::pairs(runner, patterns, how, jobs, &mut cases).await,
+        None => matrix::each(runner, patterns, jobs, &mut cases).await,
+    };
+    if let Err(stopped) = ended {
+        cases.end_early(stopped)?;
+    }
+    cases.summarize();
+    let status = cases.status();
+    Ok((cases, status))
+}
+
 /// Runs the command once and copies its output to this process's standard output and error.
-async fn run_once(runner: &mut Runner, arguments: &RunArgs) -> Result<(Vec<Case>, u8)> {
+async fn run_once(runner: &mut Runner, arguments: &RunArgs) -> Result<(Cases, u8)> {
     let mut kept = Kept::default();
     let mut streams = Streams {
         // In KTAP the output is a comment.
@@ -240,7 +265,7 @@ async fn run_once(runner: &mut Runner, arguments: &RunArgs) -> Result<(Vec<Case>
         output,
         cut: kept.is_cut(),
     };
-    Ok((vec![case], status))
+    Ok((Cases::one(case), status))
 }
 
 /// Returns the exit status that represents an outcome.
@@ -281,46 +306,6 @@ impl Sink for Streams<'_> {
                 async { err.write_all(data).await.and(err.flush().await) }.await
             }
         };
-    }
-}
-
-/// Prints each case of a matrix.
-struct Terminal;
-
-impl Progress for Terminal {
-    fn case(&self, case: &Case) {
-        let seconds = case.time.as_secs_f64();
-        match &case.verdict {
-            Verdict::Passed => tell!("  ok    {} ({seconds:.2} s)", case.name),
-            Verdict::Skipped(why) => tell!("  skip  {}: {}", case.name, printable(why)),
-            Verdict::Failed(why) => {
-                tell!("  FAIL  {} ({seconds:.2} s): {}", case.name, printable(why));
-                for line in case.output.lines() {
-                    tell!("        {line}");
-                }
-            }
-        }
-    }
-
-    fn note(&self, text: &str) {
-        tell!("patchbay: {}", printable(text));
-    }
-}
-
-fn summarize(cases: &[Case]) {
-    let count = |wanted: fn(&Verdict) -> bool| cases.iter().filter(|c| wanted(&c.verdict)).count();
-    tell!(
-        "{} passed, {} failed, {} skipped",
-        count(|verdict| *verdict == Verdict::Passed),
-        count(|verdict| matches!(verdict, Verdict::Failed(_))),
-        count(|verdict| matches!(verdict, Verdict::Skipped(_)))
-    );
-    let skipped = |case: &Case| matches!(case.verdict, Verdict::Skipped(_));
-    // The first case is the run with no key flipped.
-    if let Some(keys @ [_, ..]) = cases.get(1..)
-        && keys.iter().all(skipped)
-    {
-        tell!("patchbay: no key was flipped: the globs select none that can be");
     }
 }
 

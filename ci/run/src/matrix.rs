@@ -2,12 +2,13 @@
 //! Runs the command with keys flipped, so that both sides of their branches are tested. All runs
 //! share one boot, unless a run makes a new boot necessary, or each has a copy of one guest.
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow};
 
+use crate::cases::{Cases, note};
 use crate::ddmin::Search;
 use crate::keys::{Selected, Setting};
 use crate::report::{Case, Verdict};
-use crate::runner::{Attempt, Runner};
+use crate::runner::{Attempt, Runner, Stopped};
 use crate::workers;
 
 /// The name of the run without a flipped key.
@@ -16,12 +17,6 @@ const BASELINE: &str = "no key flipped";
 const TOGETHER: &str = "all keys flipped";
 /// The beginning of the name of a run with some of the selected keys flipped.
 const SUBSET: &str = "some keys flipped";
-
-/// Receives each case as soon as it is known.
-pub trait Progress {
-    fn case(&self, case: &Case);
-    fn note(&self, text: &str);
-}
 
 /// Keys to flip for a run of the command, and the reason why they are not flipped, if there is one.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,52 +38,51 @@ impl From<Selected> for Flip {
 /// there are jobs. If the first run fails, no other follows.
 ///
 /// # Errors
-/// No guest boots, the globs select nothing, or the agent breaks the protocol.
+/// No guest boots, the globs select nothing, or the agent breaks the protocol. The cases until then
+/// were added.
 pub async fn each(
     runner: &mut Runner,
     patterns: &[String],
     jobs: usize,
-    progress: &impl Progress,
-) -> Result<Vec<Case>> {
-    let mut cases = vec![];
+    cases: &mut Cases,
+) -> Result<(), Stopped> {
     // The keys are selected first, so that a misspelt name does not cost a run.
     let keys = select(runner, patterns).await?;
-    if baseline(runner, &mut cases, progress).await? {
+    cases.plan(1 + keys.len());
+    if baseline(runner, cases).await? {
         let keys = keys.into_iter().map(Flip::from).collect();
-        share(runner, jobs, keys, flip, &mut cases, progress).await?;
+        share(runner, jobs, keys, flip, cases).await?;
     }
-    Ok(cases)
+    Ok(())
 }
 
 /// Shares work among as many runners as there are jobs. The cases have the order of the items.
 ///
 /// # Errors
-/// The first error of the work.
+/// The first error of the work. The cases that were known until then were added.
 pub async fn share<I>(
     runner: &mut Runner,
     jobs: usize,
     items: Vec<I>,
-    work: impl AsyncFn(&mut Runner, I) -> Result<Case>,
-    cases: &mut Vec<Case>,
-    progress: &impl Progress,
-) -> Result<()> {
+    work: impl AsyncFn(&mut Runner, I) -> Result<Case, Stopped>,
+    cases: &mut Cases,
+) -> Result<(), Stopped> {
     let more = 1..jobs.min(items.len());
     let mut others: Vec<Runner> = more.map(|_| runner.another()).collect();
     let workers = std::iter::once(&mut *runner).chain(&mut others);
     let work = async |runner: &mut &mut Runner, item: I| work(runner, item).await;
-    let take = |case: Case| {
-        progress.case(&case);
-        cases.push(case);
-    };
-    workers::in_order(workers, items, work, take).await?;
+    let shared = workers::in_order(workers, items, work, |case| cases.add(case)).await;
     for other in others {
         runner.join(other).await;
     }
-    Ok(())
+    shared
 }
 
 /// Flips the keys in one transaction and runs the command.
-pub async fn flip(runner: &mut Runner, flip: Flip) -> Result<Case> {
+///
+/// # Errors
+/// The errors of [`Runner::attempt`].
+pub async fn flip(runner: &mut Runner, flip: Flip) -> Result<Case, Stopped> {
     let name = names(&flip.settings);
     if let Some(why) = flip.obstacle {
         return Ok(skipped(name, why));
@@ -108,50 +102,52 @@ pub async fn flip(runner: &mut Runner, flip: Flip) -> Result<Case> {
 pub async fn together(
     runner: &mut Runner,
     patterns: &[String],
-    progress: &impl Progress,
-) -> Result<Vec<Case>> {
-    let mut cases = vec![];
+    cases: &mut Cases,
+) -> Result<(), Stopped> {
     let mut settings = vec![];
     // The keys are selected first, so that a misspelt name does not cost a run.
     let keys = select(runner, patterns).await?;
-    if !baseline(runner, &mut cases, progress).await? {
-        return Ok(cases);
+    let obstacles = keys.iter().filter(|key| key.obstacle.is_some()).count();
+    // All keys that can be flipped have one case together.
+    cases.plan(1 + obstacles + usize::from(obstacles < keys.len()));
+    if !baseline(runner, cases).await? {
+        return Ok(());
     }
     for Selected { setting, obstacle } in keys {
         match obstacle {
-            Some(why) => {
-                let case = skipped(setting.to_string(), why);
-                progress.case(&case);
-                cases.push(case);
-            }
+            Some(why) => cases.add(skipped(setting.to_string(), why)),
             None => settings.push(setting),
         }
     }
     if settings.is_empty() {
-        return Ok(cases);
+        return Ok(());
     }
     let case = match runner.attempt(TOGETHER, &settings).await? {
         Attempt::Ran(case) if case.failed() => {
-            progress.note(&format!(
+            note(&format!(
                 "fails with all {} keys flipped; looking for the smallest set",
                 settings.len()
             ));
-            smallest(runner, &settings, case, progress).await?
+            smallest(runner, &settings, case).await?
         }
         Attempt::Ran(case) | Attempt::NotFlipped(case) => case,
-        Attempt::Refused(why) => bail!("the keys cannot be flipped together: {why}"),
+        Attempt::Refused(why) => {
+            return Err(anyhow!("the keys cannot be flipped together: {why}").into());
+        }
     };
-    progress.case(&case);
-    cases.push(case);
-    Ok(cases)
+    cases.add(case);
+    Ok(())
 }
 
+/// Finds a smallest set of the keys that makes the command fail.
+///
+/// # Errors
+/// The errors of [`Runner::attempt`], with the case of the smallest set so far.
 async fn smallest(
     runner: &mut Runner,
     settings: &[Setting],
     mut failing: Case,
-    progress: &impl Progress,
-) -> Result<Case> {
+) -> Result<Case, Stopped> {
     let chosen = |numbers: &[usize]| -> Vec<Setting> {
         numbers
             .iter()
@@ -160,28 +156,43 @@ async fn smallest(
     };
     let mut search = Search::new(settings.len());
     let mut runs = 0;
+    let mut ended = None;
     while let Some(numbers) = search.next() {
         runs += 1;
         // The name of each run differs, because its collected files have a folder of this name.
         let name = format!("{SUBSET} {runs}");
         // A set that cannot be flipped counts as passed, so that the search continues with other
         // sets.
-        let case = match runner.attempt(&name, &chosen(&numbers)).await? {
-            Attempt::Ran(case) if case.failed() => Some(case),
-            Attempt::Ran(_) | Attempt::Refused(_) | Attempt::NotFlipped(_) => None,
+        let case = match runner.attempt(&name, &chosen(&numbers)).await {
+            Ok(Attempt::Ran(case)) if case.failed() => Some(case),
+            Ok(Attempt::Ran(_) | Attempt::Refused(_) | Attempt::NotFlipped(_)) => None,
+            Err(stopped) => {
+                ended = Some(stopped.error);
+                break;
+            }
         };
         search.answer(case.is_some());
         if let Some(case) = case {
-            progress.note(&format!("fails with {} of them flipped", numbers.len()));
+            note(&format!("fails with {} of them flipped", numbers.len()));
             failing = case;
         }
     }
     let names = names(&chosen(search.smallest()));
     failing.name = TOGETHER.to_owned();
     if let Verdict::Failed(why) = &mut failing.verdict {
-        *why = format!("fails with {names}: {why}");
+        let early = match ended {
+            Some(_) => "; the search for a smaller set ended early",
+            None => "",
+        };
+        *why = format!("fails with {names}: {why}{early}");
     }
-    Ok(failing)
+    match ended {
+        Some(error) => Err(Stopped {
+            error,
+            case: Some(failing),
+        }),
+        None => Ok(failing),
+    }
 }
 
 /// Returns the keys that the globs select.
@@ -195,19 +206,17 @@ pub async fn select(runner: &mut Runner, patterns: &[String]) -> Result<Vec<Sele
 
 /// Runs the command without a flipped key, and returns whether that passes. If it fails, a later
 /// failure could not be attributed to a key.
-pub async fn baseline(
-    runner: &mut Runner,
-    cases: &mut Vec<Case>,
-    progress: &impl Progress,
-) -> Result<bool> {
+///
+/// # Errors
+/// The errors of [`Runner::attempt`].
+pub async fn baseline(runner: &mut Runner, cases: &mut Cases) -> Result<bool, Stopped> {
     let Attempt::Ran(case) = runner.attempt(BASELINE, &[]).await? else {
         unreachable!("nothing was to be flipped");
     };
     let failed = case.failed();
-    progress.case(&case);
-    cases.push(case);
+    cases.add(case);
     if failed {
-        progress.note("the command fails without a flipped key, so no key was flipped");
+        note("the command fails without a flipped key, so no key was flipped");
     }
     Ok(!failed)
 }

@@ -10,12 +10,13 @@ use std::fmt;
 use anyhow::{Result, bail};
 
 use crate::args::Pairs;
+use crate::cases::{Cases, note};
 use crate::causes::{Causes, Outcome, Step};
 use crate::covering;
 use crate::keys::{Selected, Setting};
-use crate::matrix::{self, Flip, Progress};
+use crate::matrix::{self, Flip};
 use crate::report::{Case, Verdict};
-use crate::runner::{Attempt, Runner};
+use crate::runner::{Attempt, Runner, Stopped};
 
 /// Limit on the number of runs. 140 keys have 9,730 pairs.
 const RUNS_MAX: usize = 10_000;
@@ -100,51 +101,50 @@ pub async fn pairs(
     patterns: &[String],
     how: Pairs,
     jobs: usize,
-    progress: &impl Progress,
-) -> Result<Vec<Case>> {
+    cases: &mut Cases,
+) -> Result<(), Stopped> {
     let selected = matrix::select(runner, patterns).await?;
     let keys: Vec<Option<Setting>> = selected.iter().map(can_be_flipped).collect();
     let budget = Budget::within_limit(how, keys.iter().flatten().count())?;
-    progress.note(&budget.to_string());
-    let mut cases = vec![];
-    if !matrix::baseline(runner, &mut cases, progress).await? {
-        return Ok(cases);
+    note(&budget.to_string());
+    cases.plan(1 + selected.len() + budget.several);
+    if !matrix::baseline(runner, cases).await? {
+        return Ok(());
     }
     let singles = selected.into_iter().map(Flip::from).collect();
-    matrix::share(runner, jobs, singles, matrix::flip, &mut cases, progress).await?;
+    matrix::share(runner, jobs, singles, matrix::flip, cases).await?;
     // The first case is the run with no key flipped.
-    let alone = keys.into_iter().zip(&cases[1..]);
+    let alone = keys.into_iter().zip(&cases.known()[1..]);
     let alone: Vec<Alone> = alone
         .filter_map(|(setting, case)| Some(Alone::of(setting?, &case.verdict)))
         .collect();
     if alone.len() < 2 {
-        progress.note("no pair was flipped: fewer than two of the selected keys can be flipped");
-        return Ok(cases);
+        note("no pair was flipped: fewer than two of the selected keys can be flipped");
+        return Ok(());
     }
     match how {
         Pairs::All => {
             let pairs = all(&alone);
-            matrix::share(runner, jobs, pairs, matrix::flip, &mut cases, progress).await?;
+            matrix::share(runner, jobs, pairs, matrix::flip, cases).await
         }
         Pairs::Covering => {
             for key in &alone {
                 if let Some(why) = &key.obstacle {
-                    progress.note(&format!("not in the covering array: {why}"));
+                    note(&format!("not in the covering array: {why}"));
                 }
             }
             let rows = covering_runs(alone);
             if rows.is_empty() {
-                progress.note("no pair was flipped: fewer than two keys pass by themselves");
+                note("no pair was flipped: fewer than two keys pass by themselves");
             }
             for row in &rows {
-                progress.note(&format!("{}: {}", row.name, matrix::names(&row.settings)));
+                note(&format!("{}: {}", row.name, matrix::names(&row.settings)));
             }
-            let work =
-                async |runner: &mut Runner, row: Row| covering_run(runner, row, progress).await;
-            matrix::share(runner, jobs, rows, work, &mut cases, progress).await?;
+            // The array is smaller if a key is not in it.
+            cases.plan(cases.known().len() + rows.len());
+            matrix::share(runner, jobs, rows, covering_run, cases).await
         }
     }
-    Ok(cases)
 }
 
 fn can_be_flipped(key: &Selected) -> Option<Setting> {
@@ -226,7 +226,10 @@ fn covering_runs(keys: Vec<Alone>) -> Vec<Row> {
 
 /// Runs the command with several keys flipped. If it fails twice, finds the keys that fail
 /// together.
-async fn covering_run(runner: &mut Runner, row: Row, progress: &impl Progress) -> Result<Case> {
+///
+/// # Errors
+/// The errors of [`Runner::attempt`], with the case of this run if it is known to fail.
+async fn covering_run(runner: &mut Runner, row: Row) -> Result<Case, Stopped> {
     let first = match runner.attempt(&row.name, &row.settings).await? {
         Attempt::Ran(case) if case.failed() => case,
         Attempt::Ran(case) => return Ok(case),
@@ -234,27 +237,42 @@ async fn covering_run(runner: &mut Runner, row: Row, progress: &impl Progress) -
             return Ok(unsearched(case, "its pairs were not tested", &row.settings));
         }
         Attempt::Refused(why) => {
-            progress.note(&format!("{}: its pairs were not tested", row.name));
+            note(&format!("{}: its pairs were not tested", row.name));
             let keys = shortened(&row.settings);
             return Ok(matrix::skipped(row.name, format!("{why}; with {keys}")));
         }
     };
     // A search for a failure that does not recur would name keys at random.
     let again = format!("{}.repeated", row.name);
-    let mut failing = match runner.attempt(&again, &row.settings).await? {
-        Attempt::Ran(case) if case.failed() => case,
-        Attempt::Ran(_) => {
-            return Ok(unsearched(
-                first,
-                "it passed when it was repeated",
-                &row.settings,
-            ));
+    let not_repeated = "it could not be repeated";
+    match runner.attempt(&again, &row.settings).await {
+        Ok(Attempt::Ran(again)) if again.failed() => search(runner, row, first, again).await,
+        Ok(Attempt::Ran(_)) => Ok(unsearched(
+            first,
+            "it passed when it was repeated",
+            &row.settings,
+        )),
+        Ok(Attempt::NotFlipped(_) | Attempt::Refused(_)) => {
+            Ok(unsearched(first, not_repeated, &row.settings))
         }
-        Attempt::NotFlipped(_) | Attempt::Refused(_) => {
-            return Ok(unsearched(first, "it could not be repeated", &row.settings));
-        }
-    };
-    progress.note(&format!(
+        Err(Stopped { error, .. }) => Err(Stopped {
+            error,
+            case: Some(unsearched(first, not_repeated, &row.settings)),
+        }),
+    }
+}
+
+/// Finds the keys that fail together in a run that failed twice.
+///
+/// # Errors
+/// The errors of [`Runner::attempt`], with the case of this run.
+async fn search(
+    runner: &mut Runner,
+    row: Row,
+    first: Case,
+    mut failing: Case,
+) -> Result<Case, Stopped> {
+    note(&format!(
         "{} fails with {} keys flipped; looking for the smallest sets: {}",
         row.name,
         row.settings.len(),
@@ -269,14 +287,22 @@ async fn covering_run(runner: &mut Runner, row: Row, progress: &impl Progress) -
                 // The name of each run differs, because its collected files have a folder of this
                 // name.
                 let name = format!("{}.{tests}", row.name);
-                let attempt = runner.attempt(&name, &row.with(&numbers)).await?;
-                causes.answer(match attempt {
-                    Attempt::Ran(case) if case.failed() => {
+                causes.answer(match runner.attempt(&name, &row.with(&numbers)).await {
+                    Ok(Attempt::Ran(case)) if case.failed() => {
                         failing = case;
                         Outcome::Failed
                     }
-                    Attempt::Ran(_) => Outcome::Passed,
-                    Attempt::Refused(_) | Attempt::NotFlipped(_) => Outcome::Refused,
+                    Ok(Attempt::Ran(_)) => Outcome::Passed,
+                    Ok(Attempt::Refused(_) | Attempt::NotFlipped(_)) => Outcome::Refused,
+                    Err(Stopped { error, .. }) => {
+                        let why = "the search for the keys that fail together ended early";
+                        let case = match found.is_empty() {
+                            true => unsearched(first, why, &row.settings),
+                            false => failed(row.name, found, true),
+                        };
+                        let case = Some(case);
+                        return Err(Stopped { error, case });
+                    }
                 });
             }
             Step::Found(numbers) => {

@@ -4,6 +4,11 @@
 use std::fmt::Write;
 use std::time::Duration;
 
+use crate::cases::Cases;
+
+/// The name of the test case that stands for what is missing after an early end.
+const MISSING: &str = "the rest of the run";
+
 /// The verdict on one case.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
@@ -32,21 +37,23 @@ impl Case {
     }
 }
 
-/// Returns a JUnit report with one suite.
-pub fn junit(suite: &str, cases: &[Case]) -> String {
-    let count = |wanted: fn(&Verdict) -> bool| cases.iter().filter(|c| wanted(&c.verdict)).count();
-    let time: Duration = cases.iter().map(|case| case.time).sum();
+/// Returns a JUnit report with one suite. If the run ended early, the last test case stands for
+/// what is missing, and has an error.
+pub fn junit(suite: &str, cases: &Cases) -> String {
+    let known = cases.known();
+    let time: Duration = known.iter().map(|case| case.time).sum();
+    let errors = usize::from(cases.ended_early().is_some());
     let mut xml = String::from("<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n");
     let _ = writeln!(
         xml,
-        "<testsuites>\n  <testsuite name=\"{}\" tests=\"{}\" failures=\"{}\" skipped=\"{}\" time=\"{:.3}\">",
+        "<testsuites>\n  <testsuite name=\"{}\" tests=\"{}\" failures=\"{}\" skipped=\"{}\" errors=\"{errors}\" time=\"{:.3}\">",
         escape(suite),
-        cases.len(),
-        count(|verdict| matches!(verdict, Verdict::Failed(_))),
-        count(|verdict| matches!(verdict, Verdict::Skipped(_))),
+        known.len() + errors,
+        cases.count(|verdict| matches!(verdict, Verdict::Failed(_))),
+        cases.count(|verdict| matches!(verdict, Verdict::Skipped(_))),
         time.as_secs_f64(),
     );
-    for case in cases {
+    for case in known {
         let _ = writeln!(
             xml,
             "    <testcase classname=\"{}\" name=\"{}\" time=\"{:.3}\">",
@@ -67,6 +74,14 @@ pub fn junit(suite: &str, cases: &[Case]) -> String {
             );
         }
         xml.push_str("    </testcase>\n");
+    }
+    if let Some(why) = cases.ended_early() {
+        let _ = writeln!(
+            xml,
+            "    <testcase classname=\"{}\" name=\"{MISSING}\" time=\"0.000\">\n      <error message=\"{}\"/>\n    </testcase>",
+            escape(suite),
+            escape(why)
+        );
     }
     xml.push_str("  </testsuite>\n</testsuites>\n");
     xml
@@ -92,10 +107,11 @@ pub fn escape(text: &str) -> String {
     escaped
 }
 
-/// Returns a KTAP document (Documentation/dev-tools/ktap.rst).
-pub fn ktap(cases: &[Case]) -> String {
-    let mut text = format!("KTAP version 1\n1..{}\n", cases.len());
-    for (number, case) in cases.iter().enumerate() {
+/// Returns a KTAP document (Documentation/dev-tools/ktap.rst). If the run ended early, the plan has
+/// the number of all cases, and the last line is TAP's "Bail out!", as in the kernel's selftests.
+pub fn ktap(cases: &Cases) -> String {
+    let mut text = format!("KTAP version 1\n1..{}\n", cases.planned());
+    for (number, case) in cases.known().iter().enumerate() {
         for line in case.output.lines() {
             let _ = writeln!(text, "# {}", one_line(line));
         }
@@ -110,6 +126,9 @@ pub fn ktap(cases: &[Case]) -> String {
             Verdict::Skipped(why) => writeln!(text, "ok {number} {name} # SKIP {}", one_line(why)),
         };
     }
+    if let Some(why) = cases.ended_early() {
+        let _ = writeln!(text, "Bail out! {}", one_line(why));
+    }
     text
 }
 
@@ -123,7 +142,7 @@ fn one_line(text: &str) -> String {
 mod tests {
     use super::*;
 
-    fn cases() -> Vec<Case> {
+    fn cases() -> Cases {
         let case = |name: &str, verdict, output: &str| Case {
             name: name.to_owned(),
             verdict,
@@ -131,7 +150,9 @@ mod tests {
             output: output.to_owned(),
             cut: false,
         };
-        vec![
+        let mut cases = Cases::default();
+        cases.plan(7);
+        for case in [
             case("no key flipped", Verdict::Passed, "fine\n"),
             case(
                 "a<b>=on # \"x\"",
@@ -139,14 +160,17 @@ mod tests {
                 "a & b ]]> \x1b[31m\0\nok 9 faked",
             ),
             case("c=off", Verdict::Skipped("sealed".into()), ""),
-        ]
+        ] {
+            cases.add(case);
+        }
+        cases
     }
 
     #[test]
     fn junit_is_well_formed_whatever_the_output() {
         let xml = junit("test -x", &cases());
         assert!(
-            xml.contains("tests=\"3\" failures=\"1\" skipped=\"1\" time=\"4.500\""),
+            xml.contains("tests=\"3\" failures=\"1\" skipped=\"1\" errors=\"0\" time=\"4.500\""),
             "{xml}"
         );
         assert!(
@@ -186,5 +210,29 @@ mod tests {
             text.contains("\n# ok 9 faked\n# exit status 1 no\n"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn an_early_end_is_in_every_report() {
+        let mut cases = cases();
+        let error = anyhow::anyhow!("the guest's console ends with:\n\"x\"\0");
+        cases.end_early(error.into()).unwrap();
+        let xml = junit("test -x", &cases);
+        assert!(
+            xml.contains("tests=\"4\" failures=\"1\" skipped=\"1\" errors=\"1\" "),
+            "{xml}"
+        );
+        let message = "the run ended early, after 3 of 7 cases: the guest's console ends with:\
+                       &#10;&quot;x&quot;\u{fffd}";
+        assert!(
+            xml.contains(&format!("      <error message=\"{message}\"/>\n")),
+            "{xml}"
+        );
+        let text = ktap(&cases);
+        assert!(text.starts_with("KTAP version 1\n1..7\n"), "{text}");
+        let last = "Bail out! the run ended early, after 3 of 7 cases: the guest's console ends \
+                    with: \"x\" \n";
+        assert!(text.ends_with(last), "{text}");
+        assert_eq!(cases.status(), crate::UNABLE);
     }
 }

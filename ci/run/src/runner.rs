@@ -112,6 +112,20 @@ pub enum Attempt {
     Ran(Case),
 }
 
+/// The reason why no further run can take place.
+#[derive(Debug)]
+pub struct Stopped {
+    pub error: anyhow::Error,
+    /// The case that the error ended, if its verdict is known.
+    pub case: Option<Case>,
+}
+
+impl From<anyhow::Error> for Stopped {
+    fn from(error: anyhow::Error) -> Self {
+        Self { error, case: None }
+    }
+}
+
 impl Runner {
     pub fn new(
         config: impl Into<Arc<Config>>,
@@ -227,8 +241,9 @@ impl Runner {
     /// copy, so the keys are not restored.
     ///
     /// # Errors
-    /// No guest boots any longer, or the agent breaks the protocol.
-    pub async fn attempt(&mut self, name: &str, settings: &[Setting]) -> Result<Attempt> {
+    /// No guest boots any longer, the agent breaks the protocol, or the folder for the run's files
+    /// cannot be created.
+    pub async fn attempt(&mut self, name: &str, settings: &[Setting]) -> Result<Attempt, Stopped> {
         let allow_guarded = self.config.allow_guarded;
         if !settings.is_empty() {
             // If no guest boots, no run can take place.
@@ -249,12 +264,13 @@ impl Runner {
         let (outcome, failure) = self.run(&mut kept).await?;
         // The reports after the end of the command. They belong to this run, not to the next one.
         let mut late = vec![];
+        let mut collected = Ok(());
         if let Some(Origin { collect, .. }) = self.origin.clone() {
             if !self.is_connected() {
                 late = self.discard().await;
             }
             let collect = collect.of_run(name);
-            collect.from(self.booted(), Some(name)).await?;
+            collected = collect.from(self.booted(), Some(name)).await;
         }
         // A report changes the kernel's state: for example, WARN_ONCE() does not warn again.
         let mut intact = self.origin.is_none() && self.is_connected() && outcome.reports.is_empty();
@@ -291,13 +307,20 @@ impl Runner {
             true => Verdict::Passed,
             false => Verdict::Failed(reasons.join("; ")),
         };
-        Ok(Attempt::Ran(Case {
+        let case = Case {
             name: name.to_owned(),
             verdict,
             time: outcome.time,
             output,
             cut: kept.is_cut(),
-        }))
+        };
+        match collected {
+            Ok(()) => Ok(Attempt::Ran(case)),
+            Err(error) => Err(Stopped {
+                error,
+                case: Some(case),
+            }),
+        }
     }
 
     /// Discards a guest whose monitor did not flip the keys: the monitor may be gone, or the keys

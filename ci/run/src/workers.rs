@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::Result;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 
@@ -11,13 +10,14 @@ use futures_util::stream::FuturesUnordered;
 /// items. All futures belong to this one, so none outlives it.
 ///
 /// # Errors
-/// The first error of a worker. The work of the others is dropped.
-pub async fn in_order<W, I, T>(
+/// The first error of a worker. The work of the others is dropped. The results that were known
+/// until then were passed on.
+pub async fn in_order<W, I, T, E>(
     workers: impl IntoIterator<Item = W>,
     items: impl IntoIterator<Item = I>,
-    work: impl AsyncFn(&mut W, I) -> Result<T>,
+    work: impl AsyncFn(&mut W, I) -> Result<T, E>,
     mut take: impl FnMut(T),
-) -> Result<()> {
+) -> Result<(), E> {
     let mut idle: Vec<W> = workers.into_iter().collect();
     let mut items = items.into_iter().enumerate().peekable();
     let mut running = FuturesUnordered::new();
@@ -39,7 +39,13 @@ pub async fn in_order<W, I, T>(
             return Ok(());
         };
         idle.push(worker);
-        early.insert(number, result?);
+        match result {
+            Ok(result) => early.insert(number, result),
+            Err(error) => {
+                early.into_values().for_each(take);
+                return Err(error);
+            }
+        };
         while let Some(result) = early.remove(&next) {
             take(result);
             next += 1;
@@ -126,6 +132,20 @@ mod tests {
         assert_eq!(end.unwrap_err().to_string(), "no guest");
         assert_eq!((running.now.get(), taken), (0, vec![0]));
         assert!(started.get() < 100, "{}", started.get());
+    }
+
+    /// The first item never ends, so the second worker does the others until one fails.
+    #[tokio::test]
+    async fn results_after_an_unfinished_one_are_kept_after_an_error() {
+        let mut taken = vec![];
+        let work = async |_: &mut (), item: u32| match item {
+            0 => std::future::pending().await,
+            3 => bail!("no guest"),
+            _ => Ok(item),
+        };
+        let end = in_order([(); 2], 0..9, work, |item| taken.push(item)).await;
+        assert_eq!(end.unwrap_err().to_string(), "no guest");
+        assert_eq!(taken, [1, 2]);
     }
 
     #[tokio::test]

@@ -10,6 +10,12 @@ use super::ci_guest::{staying, until};
 use super::lab::end;
 
 /// The beginning of a matrix of 8 keys whose guest can be saved.
+const FRESH: [&str; 5] = ["--append", "savable", "--matrix", "[a-h]", "--fresh"];
+
+fn fresh<'a>(words: &[&'a str]) -> Vec<&'a str> {
+    [&FRESH[..], words].concat()
+}
+
 /// Checks that a monitor that cannot be reached fails its run and no other.
 #[test]
 fn an_unreachable_monitor_fails_one_run() {
@@ -23,12 +29,6 @@ fn an_unreachable_monitor_fails_one_run() {
         "1 passed, 8 failed",
     ];
     ci.expect(1, &texts, &[&FRESH[..], &["--", "true"]].concat());
-}
-
-const FRESH: [&str; 5] = ["--append", "savable", "--matrix", "[a-h]", "--fresh"];
-
-fn fresh<'a>(words: &[&'a str]) -> Vec<&'a str> {
-    [&FRESH[..], words].concat()
 }
 
 #[test]

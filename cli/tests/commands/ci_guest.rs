@@ -162,6 +162,20 @@ impl FakeGuest {
                 until(|| staying(Path::new(".")).len() == others);
                 self.send(Answer::Fetched(ExecFetched {}));
             }
+            // Breaks the protocol if it is the command with this number, and otherwise fails with
+            // the keys on.
+            ["break-at", number, ..] if number == mark => {
+                self.send(Answer::Fetched(ExecFetched {}));
+            }
+            ["break-at", ..] => {
+                let failed = self.on(&argv[2..]);
+                self.end(mark, Some(if failed { 9 } else { 0 }), 0);
+            }
+            // With the keys on, the guest ends, and no other can be started.
+            ["lose-monitor-with", ..] if self.on(&argv[1..]) => {
+                std::fs::remove_file("monitor").expect("it was there");
+                std::process::exit(0);
+            }
             ["panic-with", ..] if self.on(&argv[1..]) => {
                 console("[    8.000000] Kernel panic - not syncing: the other side");
                 std::process::exit(0);

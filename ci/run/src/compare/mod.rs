@@ -344,7 +344,8 @@ impl Comparing {
                 // The key already has the state of this side.
                 false => &[],
             };
-            let case = match self.runner.attempt(&name, settings).await? {
+            let attempt = self.runner.attempt(&name, settings).await;
+            let case = match attempt.map_err(|stopped| stopped.error)? {
                 Attempt::Ran(case) | Attempt::NotFlipped(case) => case,
                 Attempt::Refused(why) => {
                     let verdict = match self.named {

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Collects the cases of a run, and prints each as soon as it is known. If the run ends early, the
+//! cases until then are kept.
+
+use crate::console::printable;
+use crate::report::{Case, Verdict};
+use crate::runner::Stopped;
+use crate::{FAILED, UNABLE};
+
+/// The cases of a run.
+#[derive(Debug, Default)]
+pub struct Cases {
+    known: Vec<Case>,
+    /// The number of cases of the whole run; 0 until the keys are selected.
+    planned: usize,
+    ended_early: Option<String>,
+}
+
+impl Cases {
+    /// Returns the only case of a run without a matrix. It is not printed.
+    pub fn one(case: Case) -> Self {
+        Self {
+            known: vec![case],
+            planned: 1,
+            ended_early: None,
+        }
+    }
+
+    /// Sets the number of cases of the whole run.
+    pub fn plan(&mut self, planned: usize) {
+        self.planned = planned;
+    }
+
+    /// Prints a case and keeps it.
+    pub fn add(&mut self, case: Case) {
+        print(&case);
+        self.known.push(case);
+    }
+
+    /// Returns the cases so far.
+    pub fn known(&self) -> &[Case] {
+        &self.known
+    }
+
+    /// Returns the number of cases of the whole run, also if it ended early.
+    pub fn planned(&self) -> usize {
+        match self.ended_early {
+            Some(_) => self.planned,
+            None => self.known.len(),
+        }
+    }
+
+    /// Returns the sentence that says why the run ended early and after how many cases; `None` if
+    /// the cases are complete.
+    pub fn ended_early(&self) -> Option<&str> {
+        self.ended_early.as_deref()
+    }
+
+    /// Ends the run after an error. Prints the reason and keeps it for the reports.
+    ///
+    /// # Errors
+    /// No keys were selected, so there is nothing to report but the error.
+    pub fn end_early(&mut self, stopped: Stopped) -> anyhow::Result<()> {
+        let Stopped { error, case } = stopped;
+        if self.planned == 0 {
+            return Err(error);
+        }
+        let (completed, planned) = (self.known.len(), self.planned);
+        if let Some(case) = case {
+            self.add(case);
+        }
+        let why = format!("the run ended early, after {completed} of {planned} cases: {error:#}");
+        note(&why);
+        self.ended_early = Some(why);
+        Ok(())
+    }
+
+    /// Returns the exit status of a matrix: 125 if it ended early; 1 if a case failed.
+    pub fn status(&self) -> u8 {
+        if self.ended_early.is_some() {
+            return UNABLE;
+        }
+        match self.known.iter().any(Case::failed) {
+            true => FAILED,
+            false => 0,
+        }
+    }
+
+    /// Returns the number of cases whose verdict is accepted.
+    pub fn count(&self, accepted: fn(&Verdict) -> bool) -> usize {
+        let verdicts = self.known.iter().map(|case| &case.verdict);
+        verdicts.filter(|verdict| accepted(verdict)).count()
+    }
+
+    /// Prints the numbers of cases of a matrix.
+    pub fn summarize(&self) {
+        let early = match self.ended_early {
+            Some(_) => ", ended early",
+            None => "",
+        };
+        tell!(
+            "{} passed, {} failed, {} skipped{early}",
+            self.count(|verdict| *verdict == Verdict::Passed),
+            self.count(|verdict| matches!(verdict, Verdict::Failed(_))),
+            self.count(|verdict| matches!(verdict, Verdict::Skipped(_)))
+        );
+        let skipped = |case: &Case| matches!(case.verdict, Verdict::Skipped(_));
+        // The first case is the run with no key flipped.
+        if self.ended_early.is_none()
+            && let Some(keys @ [_, ..]) = self.known.get(1..)
+            && keys.iter().all(skipped)
+        {
+            note("no key was flipped: the globs select none that can be");
+        }
+    }
+}
+
+/// Prints a message about the run.
+pub fn note(text: &str) {
+    tell!("patchbay: {}", printable(text));
+}
+
+/// Prints a case of a matrix.
+fn print(case: &Case) {
+    let seconds = case.time.as_secs_f64();
+    match &case.verdict {
+        Verdict::Passed => tell!("  ok    {} ({seconds:.2} s)", case.name),
+        Verdict::Skipped(why) => tell!("  skip  {}: {}", case.name, printable(why)),
+        Verdict::Failed(why) => {
+            tell!("  FAIL  {} ({seconds:.2} s): {}", case.name, printable(why));
+            for line in case.output.lines() {
+                tell!("        {line}");
+            }
+        }
+    }
+}
