@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Collects the cases of a run, and prints each as soon as it is known. If the run ends early, the
-//! cases until then are kept.
+//! cases before that are kept.
 
 use crate::console::printable;
 use crate::report::{Case, Verdict};
@@ -11,7 +11,7 @@ use crate::{FAILED, UNABLE};
 #[derive(Debug, Default)]
 pub struct Cases {
     known: Vec<Case>,
-    /// The number of cases of the whole run; 0 until the keys are selected.
+    /// The number of cases of the whole run; 0 until it is known.
     planned: usize,
     ended_early: Option<String>,
 }
@@ -42,7 +42,8 @@ impl Cases {
         &self.known
     }
 
-    /// Returns the number of cases of the whole run, also if it ended early.
+    /// Returns the number of cases for the plan of a report: those of the whole run if it ended
+    /// early, and otherwise those that are known.
     pub fn planned(&self) -> usize {
         match self.ended_early {
             Some(_) => self.planned,
@@ -59,7 +60,7 @@ impl Cases {
     /// Ends the run after an error. Prints the reason and keeps it for the reports.
     ///
     /// # Errors
-    /// No keys were selected, so there is nothing to report but the error.
+    /// No run was planned, so there is nothing to report but the error.
     pub fn end_early(&mut self, stopped: Stopped) -> anyhow::Result<()> {
         let Stopped { error, case } = stopped;
         if self.planned == 0 {

@@ -16,7 +16,7 @@
 //!   collect   copies files of the guest to this machine
 //!   matrix    key by key, or together with ddmin
 //!   pairs     two keys at a time: all pairs, or the runs of a covering array
-//!   cases     the cases of a run as they become known, and the reason of an early end
+//!   cases     the cases of a run as they become known, and the reason for an early end
 //!   causes    the pairs that make a run of a covering array fail
 //!   workers   shares the runs of a matrix among runners, and keeps their order
 //!   compare   the effect of keys on a command, with an interval
@@ -220,7 +220,7 @@ fn write_junit(path: &Path, suite: &str, cases: &Cases) -> Result<()> {
 /// prints the reason and keeps the cases so far.
 ///
 /// # Errors
-/// No keys were selected.
+/// No run was planned.
 async fn run_matrix(runner: &mut Runner, arguments: &RunArgs) -> Result<(Cases, u8)> {
     let (patterns, jobs) = (&arguments.matrix, usize::from(arguments.jobs));
     let mut cases = Cases::default();
@@ -233,7 +233,10 @@ async fn run_matrix(runner: &mut Runner, arguments: &RunArgs) -> Result<(Cases, 
         cases.end_early(stopped)?;
     }
     cases.summarize();
-    let status = cases.status();
+    let status = match runner.lacks_files {
+        true => UNABLE,
+        false => cases.status(),
+    };
     Ok((cases, status))
 }
 

@@ -38,8 +38,8 @@ impl From<Selected> for Flip {
 /// there are jobs. If the first run fails, no other follows.
 ///
 /// # Errors
-/// No guest boots, the globs select nothing, or the agent breaks the protocol. The cases until then
-/// were added.
+/// No guest boots, the globs select nothing, or the agent breaks the protocol. The cases before the
+/// error were added.
 pub async fn each(
     runner: &mut Runner,
     patterns: &[String],
@@ -59,7 +59,7 @@ pub async fn each(
 /// Shares work among as many runners as there are jobs. The cases have the order of the items.
 ///
 /// # Errors
-/// The first error of the work. The cases that were known until then were added.
+/// The first error of the work. The cases that were known before it were added.
 pub async fn share<I>(
     runner: &mut Runner,
     jobs: usize,
@@ -166,8 +166,8 @@ async fn smallest(
         let case = match runner.attempt(&name, &chosen(&numbers)).await {
             Ok(Attempt::Ran(case)) if case.failed() => Some(case),
             Ok(Attempt::Ran(_) | Attempt::Refused(_) | Attempt::NotFlipped(_)) => None,
-            Err(stopped) => {
-                ended = Some(stopped.error);
+            Err(error) => {
+                ended = Some(error);
                 break;
             }
         };
@@ -209,7 +209,7 @@ pub async fn select(runner: &mut Runner, patterns: &[String]) -> Result<Vec<Sele
 ///
 /// # Errors
 /// The errors of [`Runner::attempt`].
-pub async fn baseline(runner: &mut Runner, cases: &mut Cases) -> Result<bool, Stopped> {
+pub async fn baseline(runner: &mut Runner, cases: &mut Cases) -> Result<bool> {
     let Attempt::Ran(case) = runner.attempt(BASELINE, &[]).await? else {
         unreachable!("nothing was to be flipped");
     };

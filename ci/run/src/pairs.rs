@@ -255,7 +255,7 @@ async fn covering_run(runner: &mut Runner, row: Row) -> Result<Case, Stopped> {
         Ok(Attempt::NotFlipped(_) | Attempt::Refused(_)) => {
             Ok(unsearched(first, not_repeated, &row.settings))
         }
-        Err(Stopped { error, .. }) => Err(Stopped {
+        Err(error) => Err(Stopped {
             error,
             case: Some(unsearched(first, not_repeated, &row.settings)),
         }),
@@ -294,7 +294,7 @@ async fn search(
                     }
                     Ok(Attempt::Ran(_)) => Outcome::Passed,
                     Ok(Attempt::Refused(_) | Attempt::NotFlipped(_)) => Outcome::Refused,
-                    Err(Stopped { error, .. }) => {
+                    Err(error) => {
                         let why = "the search for the keys that fail together ended early";
                         let case = match found.is_empty() {
                             true => unsearched(first, why, &row.settings),

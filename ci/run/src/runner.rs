@@ -12,6 +12,7 @@ use crate::collect::Collect;
 use crate::console::printable;
 use crate::guest::{Config, Guest, Outcome};
 use crate::keys::{self, Keys, Setting};
+use crate::print_error;
 use crate::report::{Case, Verdict};
 use crate::session::{End, Sink};
 
@@ -97,6 +98,8 @@ pub struct Runner {
     /// The keys that are set in each guest, and their sides.
     pub base: Vec<Setting>,
     pub times: Times,
+    /// The folder for the files of a run could not be created.
+    pub lacks_files: bool,
     guest: Option<(Guest, Option<Keys>)>,
     origin: Option<Origin>,
     /// The reports of the saved guest's kernel. They count for the first run.
@@ -116,7 +119,7 @@ pub enum Attempt {
 #[derive(Debug)]
 pub struct Stopped {
     pub error: anyhow::Error,
-    /// The case that the error ended, if its verdict is known.
+    /// The case in progress when the error occurred, if it is known to fail.
     pub case: Option<Case>,
 }
 
@@ -139,6 +142,7 @@ impl Runner {
             limit,
             base,
             times: Times::default(),
+            lacks_files: false,
             guest: None,
             origin: None,
             reports: vec![],
@@ -178,6 +182,7 @@ impl Runner {
     pub async fn join(&mut self, mut other: Self) {
         other.discard().await;
         self.times.add(&other.times);
+        self.lacks_files |= other.lacks_files;
     }
 
     /// Returns the guest. If there is none, boots one or starts a copy.
@@ -241,9 +246,13 @@ impl Runner {
     /// copy, so the keys are not restored.
     ///
     /// # Errors
-    /// No guest boots any longer, the agent breaks the protocol, or the folder for the run's files
-    /// cannot be created.
-    pub async fn attempt(&mut self, name: &str, settings: &[Setting]) -> Result<Attempt, Stopped> {
+    /// No guest boots any longer, or the agent breaks the protocol.
+    pub async fn attempt(&mut self, name: &str, settings: &[Setting]) -> Result<Attempt> {
+        let attempt = self.try_to_run(name, settings).await;
+        attempt.with_context(|| name.to_owned())
+    }
+
+    async fn try_to_run(&mut self, name: &str, settings: &[Setting]) -> Result<Attempt> {
         let allow_guarded = self.config.allow_guarded;
         if !settings.is_empty() {
             // If no guest boots, no run can take place.
@@ -261,17 +270,20 @@ impl Runner {
             }
         }
         let mut kept = Kept::default();
-        let (outcome, failure) = self.run(&mut kept).await?;
+        let ran = self.run(&mut kept).await;
         // The reports after the end of the command. They belong to this run, not to the next one.
         let mut late = vec![];
-        let mut collected = Ok(());
         if let Some(Origin { collect, .. }) = self.origin.clone() {
             if !self.is_connected() {
                 late = self.discard().await;
             }
             let collect = collect.of_run(name);
-            collected = collect.from(self.booted(), Some(name)).await;
+            if let Err(error) = collect.from(self.booted(), Some(name)).await {
+                print_error(&error);
+                self.lacks_files = true;
+            }
         }
+        let (outcome, failure) = ran?;
         // A report changes the kernel's state: for example, WARN_ONCE() does not warn again.
         let mut intact = self.origin.is_none() && self.is_connected() && outcome.reports.is_empty();
         let mut not_restored = None;
@@ -307,20 +319,13 @@ impl Runner {
             true => Verdict::Passed,
             false => Verdict::Failed(reasons.join("; ")),
         };
-        let case = Case {
+        Ok(Attempt::Ran(Case {
             name: name.to_owned(),
             verdict,
             time: outcome.time,
             output,
             cut: kept.is_cut(),
-        };
-        match collected {
-            Ok(()) => Ok(Attempt::Ran(case)),
-            Err(error) => Err(Stopped {
-                error,
-                case: Some(case),
-            }),
-        }
+        }))
     }
 
     /// Discards a guest whose monitor did not flip the keys: the monitor may be gone, or the keys

@@ -11,7 +11,7 @@ use futures_util::stream::FuturesUnordered;
 ///
 /// # Errors
 /// The first error of a worker. The work of the others is dropped. The results that were known
-/// until then were passed on.
+/// before it were passed on.
 pub async fn in_order<W, I, T, E>(
     workers: impl IntoIterator<Item = W>,
     items: impl IntoIterator<Item = I>,

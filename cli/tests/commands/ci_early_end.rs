@@ -6,12 +6,13 @@ use super::ci::{Ci, Done};
 const BROKEN: &str = "the agent in the guest answered out of turn";
 const NO_MONITOR: &str = "the monitor cannot be started: ";
 
-/// Runs a matrix that must end early after `completed` cases with this reason, and must also print
-/// `cases`.
+/// Runs a matrix that must end early in the run `name` after `completed` cases with this reason,
+/// and must also print `cases`.
 #[track_caller]
-fn expect(ci: &Ci, completed: &str, why: &str, cases: &[&str], words: &[&str]) -> Done {
-    let early = format!("patchbay: the run ended early, after {completed} cases: ");
-    let texts = [&[&*early, why, ", ended early\n"], cases].concat();
+fn expect(ci: &Ci, completed: &str, why: [&str; 2], cases: &[&str], words: &[&str]) -> Done {
+    let why = why.join(": ");
+    let early = format!("patchbay: the run ended early, after {completed} cases: {why}");
+    let texts = [&[&*early, ", ended early\n"], cases].concat();
     ci.expect(125, &texts, words)
 }
 
@@ -20,23 +21,35 @@ fn read(ci: &Ci, name: &str) -> String {
 }
 
 #[test]
-fn the_cases_until_an_early_end_are_reported() {
+fn the_cases_before_an_early_end_are_reported() {
     let Some(ci) = Ci::new() else { return };
     let words = ["--matrix", "[a-d]", "--ktap", "--junit", "j.xml"];
     let command = ["--collect", "/results", "--", "break-with", "c", "0"];
     let words = [&words[..], &command].concat();
     let summary = "3 passed, 0 failed, 0 skipped, ended early\n";
-    let done = expect(&ci, "3 of 5", BROKEN, &["ok    b=on", summary], &words);
+    let done = expect(
+        &ci,
+        "3 of 5",
+        ["c=on", BROKEN],
+        &["ok    b=on", summary],
+        &words,
+    );
     let expected = format!(
         "KTAP version 1\n1..5\nok 1 no key flipped\nok 2 a=on\nok 3 b=on\n\
-         Bail out! the run ended early, after 3 of 5 cases: {BROKEN}\n"
+         Bail out! the run ended early, after 3 of 5 cases: c=on: {BROKEN}\n"
     );
     assert_eq!(done.out, expected);
     let junit = read(&ci, "j.xml");
     let counts = "tests=\"4\" failures=\"0\" skipped=\"0\" errors=\"1\"";
-    let error = format!("<error message=\"the run ended early, after 3 of 5 cases: {BROKEN}\"/>");
+    let error =
+        format!("<error message=\"the run ended early, after 3 of 5 cases: c=on: {BROKEN}\"/>");
     assert!(junit.contains(counts) && junit.contains(&error), "{junit}");
     assert_eq!(read(&ci, "collected/results/one"), "text");
+
+    let words = ["--append", "savable", "--matrix", "[a-d]", "--fresh"];
+    let words = [&words[..], &command].concat();
+    expect(&ci, "3 of 5", ["c=on", BROKEN], &[summary], &words);
+    assert_eq!(read(&ci, "collected/c=on/results/one"), "text");
 }
 
 #[test]
@@ -45,12 +58,18 @@ fn a_guest_that_cannot_be_replaced_ends_the_run() {
     let lost = "FAIL  c=on (";
     let command = ["--", "lose-monitor-with", "c"];
     let words = [&["--matrix", "[a-h]"][..], &command].concat();
-    expect(&ci, "4 of 9", NO_MONITOR, &["ok    b=on", lost], &words);
+    expect(
+        &ci,
+        "4 of 9",
+        ["d=on", NO_MONITOR],
+        &["ok    b=on", lost],
+        &words,
+    );
     let Some(ci) = Ci::new() else { return };
     let words = ["--append", "savable", "--matrix", "[a-h]", "--fresh"];
     let words = [&words[..], &command].concat();
     let texts = ["ok    b=on", lost, ", 4 copies "];
-    expect(&ci, "4 of 9", NO_MONITOR, &texts, &words);
+    expect(&ci, "4 of 9", ["d=on", NO_MONITOR], &texts, &words);
 }
 
 /// Checks that a matrix without any result names the error only.
@@ -73,7 +92,7 @@ fn the_cases_of_other_jobs_are_kept() {
     let jobs = ["--jobs", "2", "--timeout", "1000s", "--ktap", "--"];
     let words = [&words[..], &jobs, &["break-with", "h", "1", "a"]].concat();
     let texts = ["7 passed, 0 failed", ", 9 copies "];
-    let done = expect(&ci, "7 of 9", BROKEN, &texts, &words);
+    let done = expect(&ci, "7 of 9", ["h=on", BROKEN], &texts, &words);
     let expected = (2..).zip('b'..='g');
     let expected: String = expected
         .map(|(number, key)| format!("ok {number} {key}=on\n"))
@@ -83,13 +102,13 @@ fn the_cases_of_other_jobs_are_kept() {
 }
 
 #[test]
-fn pairs_until_an_early_end_are_reported() {
+fn pairs_before_an_early_end_are_reported() {
     let Some(ci) = Ci::new() else { return };
     let words = [
         "--matrix", "[a-d]", "--pairs", "--", "break-at", "8", "a", "c",
     ];
     let texts = ["ok    a=on b=on", "FAIL  a=on c=on", "6 passed, 1 failed"];
-    expect(&ci, "7 of 11", BROKEN, &texts, &words);
+    expect(&ci, "7 of 11", ["a=on d=on", BROKEN], &texts, &words);
 }
 
 #[test]
@@ -107,7 +126,7 @@ fn a_search_that_ends_early_keeps_the_failure() {
         expect(
             &ci,
             "1 of 2",
-            BROKEN,
+            ["some keys flipped 2", BROKEN],
             &["FAIL  all keys flipped (", &why],
             &words,
         );
@@ -120,17 +139,18 @@ fn a_covering_run_whose_search_ends_early_keeps_the_failure() {
     let Some(ci) = Ci::new() else { return };
     let covering = ["--matrix", "[a-h]", "--pairs=covering", "--", "break-at"];
     // The first run of the array is the tenth command. It flips both keys.
-    for (number, why) in [
-        ("11", "it could not be repeated"),
+    for (number, run, why) in [
+        ("11", "covering run 1.repeated", "it could not be repeated"),
         (
             "12",
+            "covering run 1.1",
             "the search for the keys that fail together ended early",
         ),
     ] {
         let words = [&covering[..], &[number, "a", "g"]].concat();
         let why = format!("exit status 9; {why}; with a=on b=on c=on e=on g=on\n");
         let texts = ["FAIL  covering run 1 (", &why];
-        expect(&ci, "9 of 14", BROKEN, &texts, &words);
+        expect(&ci, "9 of 14", [run, BROKEN], &texts, &words);
     }
 }
 
@@ -141,8 +161,9 @@ fn a_result_that_cannot_be_written_discards_no_other() {
     std::fs::write(ci.path("collected/b=on"), "").expect("written");
     let words = ["--append", "savable", "--matrix", "[a-d]", "--fresh"];
     let words = [&words[..], &["--collect", "/results", "--", "true"]].concat();
-    let why = "cannot create collected/b=on";
-    expect(&ci, "2 of 5", why, &["ok    a=on", "ok    b=on"], &words);
+    let texts = ["cannot create collected/b=on", "5 passed, 0 failed"];
+    let done = ci.expect(125, &texts, &words);
+    assert!(!done.err.contains("ended early"), "{}", done.err);
 
     let words = ["--matrix", "a", "--ktap", "--junit", "/dev/full"];
     let collect = ["--collect", "/results", "--collect-into", "kernel", "--"];

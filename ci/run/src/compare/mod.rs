@@ -344,8 +344,7 @@ impl Comparing {
                 // The key already has the state of this side.
                 false => &[],
             };
-            let attempt = self.runner.attempt(&name, settings).await;
-            let case = match attempt.map_err(|stopped| stopped.error)? {
+            let case = match self.runner.attempt(&name, settings).await? {
                 Attempt::Ran(case) | Attempt::NotFlipped(case) => case,
                 Attempt::Refused(why) => {
                     let verdict = match self.named {
