@@ -44,8 +44,8 @@ impl Rollout {
                 ttl,
             } => {
                 self.run.retries.remove(&index);
-                let boots = self.run.made.get(&index).map_or(0, |made| made.1);
-                self.run.made.insert(index, (now, boots));
+                let losses = self.run.made.get(&index).map_or(0, |made| made.1);
+                self.run.made.insert(index, (now, losses));
                 let member = &mut self.members[index];
                 member.boot = bounded(&boot);
                 member.confirm(&ledger, ttl, now);
@@ -356,8 +356,8 @@ impl Rollout {
             self.set(index, State::Released { void: true });
         } else if losses >= MAX_LOSSES {
             let text = format!(
-                "guest {name} has lost its claims {losses} times soon after its change, by a boot \
-                 or a module's reload, and is left as it is"
+                "guest {name} has lost its claims {MAX_LOSSES} times or more soon after its \
+                 change, by boots or reloads of a module, and is left as it is"
             );
             self.note_of(Event::Drift, "", now, text);
             self.set(index, State::Released { void: true });
@@ -416,8 +416,8 @@ impl Rollout {
             if is_meant(member) {
                 self.run.check_now.insert(index);
                 // A guest that boots after each change registers each time, and has to wait.
-                let boots = self.run.made.get(&index).map_or(0, |made| made.1);
-                if let Some(retry) = self.run.retries.get_mut(&index).filter(|_| boots == 0) {
+                let losses = self.run.made.get(&index).map_or(0, |made| made.1);
+                if let Some(retry) = self.run.retries.get_mut(&index).filter(|_| losses == 0) {
                     retry.1 = 0;
                 }
             }

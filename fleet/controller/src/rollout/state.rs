@@ -557,8 +557,8 @@ pub(super) struct Run {
     pub(super) suspects: BTreeSet<usize>,
     /// The wave whose guests were asked after its bake time.
     pub(super) looked_at: Option<usize>,
-    /// The time of a member's latest change, and the number of times that its guest has booted
-    /// again soon after one.
+    /// The time of a member's latest change, and the number of times that its claims were lost soon
+    /// after one, by a boot or a module's reload.
     pub(super) made: BTreeMap<usize, (Millis, u32)>,
     /// The reason why guests that joined are not changed; empty if there is none.
     pub(super) late: String,

@@ -189,6 +189,7 @@ impl World {
                 }
                 if loads_again || !was_loaded {
                     guest.load_module();
+                    guest.reloads += 1;
                 }
                 let is_loaded = guest.kind(MODULE_KEY) != Kind::Missing;
                 self.count(match is_loaded {
@@ -234,7 +235,8 @@ impl World {
         };
         self.count("guest set back to an earlier boot");
         self.trace(|| format!("guest {index} is set back to an earlier boot"));
-        // A controller that has a later answer does not remember the ledger of the snapshot.
+        let has_claims = !saved.owners.is_empty();
+        // After a later answer, a controller does not remember the ledger of the snapshot.
         let orphans = saved.owners.into_iter().filter_map(|(owner, generation)| {
             let is_latest = !self
                 .oracle
@@ -242,14 +244,15 @@ impl World {
             is_latest.then_some(owner)
         });
         let orphans = orphans.collect();
-        self.guests[index].orphans = Some(orphans);
+        self.guests[index].orphans = has_claims.then_some(orphans);
         self.register_soon();
         let wait = self.rng.u64(1..30_000);
         self.schedule(wait, Event::Serve(index));
         true
     }
 
-    /// Little is promised of a guest that has lost a ledger, so only the first one does.
+    /// Returns whether the guest may lose its ledger. Little is promised of such a guest, so only
+    /// the first one of a run ever does.
     fn may_lose_ledger(&self, index: usize) -> bool {
         let guest = &self.guests[index];
         index == 0 && guest.is_served() && !guest.is_full

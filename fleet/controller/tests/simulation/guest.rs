@@ -90,13 +90,15 @@ pub struct Guest {
     requests: Arc<Requests>,
     /// The number of times that the module was loaded.
     pub loads: u32,
+    /// The number of those that no boot caused.
+    pub reloads: u32,
     /// The keys that are not plain in the kernel that runs.
     pub kinds: BTreeMap<&'static str, Kind>,
     /// The service consents to changes of guarded keys.
     pub allows_guarded: bool,
     /// The counts of the keys at boot.
     pub original: BTreeMap<&'static str, i32>,
-    /// The number of boots. A guest that is set back to an earlier one boots once more.
+    /// The number of boots. Setting the guest back to an earlier boot counts as one.
     pub boots: u32,
     /// The number that identifies the boot.
     boot: u64,
@@ -234,6 +236,7 @@ impl Guest {
             vm,
             requests,
             loads: 0,
+            reloads: 0,
             kinds,
             allows_guarded: number % 2 == 0,
             original,

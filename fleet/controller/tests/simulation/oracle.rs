@@ -65,7 +65,8 @@ impl Oracle {
 
     /// Returns whether a guest has answered a call of an owner after this epoch and generation.
     pub fn has_answered(&self, guest: usize, epoch: u32, owner: &str, generation: u64) -> bool {
-        let of = self.answered.iter();
+        // A call without an answer leaves a 0.
+        let of = self.answered.iter().filter(|(_, latest)| **latest > 0);
         let mut of = of.filter(|((of, _, by), _)| *of == guest && by == owner);
         of.any(|((_, at, _), latest)| (*at, *latest) > (epoch, generation))
     }

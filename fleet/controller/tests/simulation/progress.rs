@@ -3,7 +3,7 @@
 
 use patchbay_fleet::rollout::{AfterReboot, Claim, Member, Phase, Rollout, State, Want};
 
-use super::guest::Kind;
+use super::guest::{Kind, MODULE_KEY};
 use super::oracle::{LONGEST_RETRY, number_of};
 use super::owners::EARLY;
 use super::world::World;
@@ -54,7 +54,12 @@ impl World {
         let is_taken_back = wave.is_some_and(|wave| header.waves[wave].is_taken_back);
         let leaves = header.policy.after_reboot == AfterReboot::Leave;
         let guest = &self.guests[index];
-        let losses = guest.boots - 1 + guest.loads.saturating_sub(1);
+        let mut claims = member.plan.set.claims().iter();
+        let reloads = match claims.any(|claim| claim.key == MODULE_KEY) {
+            true => guest.reloads,
+            false => 0,
+        };
+        let losses = guest.boots - 1 + reloads;
         assert!(
             is_taken_back || leaves || member.expires.is_some() || losses >= MAX_LOSSES,
             "guest {index} is given up by {} after {losses} boots and reloads",

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Guests that boot again, or are set back to an earlier boot.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use patchbay_fleet::rollout::Millis;
 use patchbay_service::testing::found;
@@ -19,7 +19,9 @@ pub struct Saved {
     pub epoch: u32,
     kinds: BTreeMap<&'static str, Kind>,
     counts: BTreeMap<&'static str, i32>,
-    /// The owners of claims, with the generation of one.
+    /// See [`Guest::changed`].
+    changed: BTreeSet<&'static str>,
+    /// The owners of claims, and the generation of one claim of each.
     pub owners: BTreeMap<String, u64>,
 }
 
@@ -67,12 +69,13 @@ impl Guest {
             epoch: self.epoch,
             kinds: self.kinds.clone(),
             counts: self.counts(),
+            changed: self.changed.clone(),
             owners: owners.collect(),
         });
     }
 
-    /// Sets the guest back to its snapshot if that is of an earlier boot, whose ledger is gone.
-    /// Returns the snapshot. Afterwards no service runs.
+    /// Sets the guest back to its snapshot if that is of an earlier boot, and returns the snapshot.
+    /// The ledger of that boot is gone. Afterwards no service runs.
     pub fn set_back(&mut self) -> Option<Saved> {
         let saved = self.saved.take_if(|saved| saved.boots < self.boots)?;
         self.stop();
@@ -87,7 +90,10 @@ impl Guest {
             }
         }
         // The service takes the counts for those of the guest's own.
-        self.changed.extend(KEYS);
+        self.changed = match saved.owners.is_empty() {
+            true => saved.changed.clone(),
+            false => KEYS.into(),
+        };
         self.others.clear();
         self.ends.clear();
         Some(saved)
