@@ -251,7 +251,11 @@ impl Printable for Status<'_> {
         self.guests(&mut text);
         for step in &rollout.next_steps {
             let (command, effect, name) = (&step.command, &step.effect, &rollout.name);
-            let _ = writeln!(text, "  next: `rollout {command} {name}` {effect}");
+            let guest = match &**command {
+                "forget" => " GUEST",
+                _ => "",
+            };
+            let _ = writeln!(text, "  next: `rollout {command} {name}{guest}` {effect}");
         }
         text
     }

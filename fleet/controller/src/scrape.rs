@@ -11,7 +11,8 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
 use crate::controller::Controller;
-use crate::rollout::{Member, State};
+use crate::rollout::{Header, Member, State};
+use crate::view;
 
 /// The maximum number of rollouts that are named in labels. The newest come first.
 const MAX_ROLLOUTS: usize = 20;
@@ -78,7 +79,8 @@ fn now(controller: &Controller, registry: &mut Registry) {
             }
             let members = rollout.members().iter();
             for member in members.filter(|member| member.state != State::Superseded) {
-                guests.get_or_create(&labels(name, state(member))).inc();
+                let state = state(rollout.header(), member);
+                guests.get_or_create(&labels(name, state)).inc();
             }
         }
     }
@@ -101,9 +103,10 @@ fn labels(rollout: &str, state: &'static str) -> Guests {
     Guests { rollout, state }
 }
 
-const STATES: [&str; 11] = [
+const STATES: [&str; 12] = [
     "skipped",
     "pending",
+    "unchanged",
     "changing",
     "as_wanted",
     "unknown",
@@ -115,8 +118,9 @@ const STATES: [&str; 11] = [
     "forgotten",
 ];
 
-fn state(member: &Member) -> &'static str {
+fn state(header: &Header, member: &Member) -> &'static str {
     match &member.state {
+        State::Pending if view::is_unchanged(header, member) => "unchanged",
         State::Skipped { .. } | State::Superseded => "skipped",
         State::Pending => "pending",
         State::Claiming { again: false } => "changing",

@@ -141,15 +141,18 @@ pub fn message(member: &Member) -> &str {
     }
 }
 
+/// Returns whether the rollout is over and has never sent claims to the guest.
+pub fn is_unchanged(header: &Header, member: &Member) -> bool {
+    let is_over = header.phase.reverts() || header.phase == Phase::Completed;
+    is_over && member.state == State::Pending && member.generation == 0
+}
+
 pub fn guest(header: &Header, index: usize, member: &Member) -> v1::RolloutGuest {
     let wave = header.wave_of(index);
-    let is_over = header.phase.reverts() || header.phase == Phase::Completed;
     let (phase, message, pause) = match &member.state {
         State::Skipped { why } => (v1::GuestPhase::Skipped, why.as_str(), None),
         State::Superseded => (v1::GuestPhase::Skipped, "it is in a later wave too", None),
-        State::Pending if is_over && member.generation == 0 => {
-            (v1::GuestPhase::Unchanged, "", None)
-        }
+        State::Pending if is_unchanged(header, member) => (v1::GuestPhase::Unchanged, "", None),
         State::Pending => (v1::GuestPhase::Pending, "", None),
         State::Claiming { again: false } => (v1::GuestPhase::Changing, "", None),
         State::AsWanted { .. } if member.is_unknown() => {
@@ -301,10 +304,13 @@ fn explain_pending(rollout: &Rollout, index: usize, now: Millis, reasons: &mut V
                 "the rollout is planned and has {given} of {needed} approvals; start it"
             ));
         }
-        Phase::Paused => reasons.push(format!(
-            "the rollout is paused: {}; resume or promote it",
-            header.message
-        )),
+        Phase::Paused => {
+            let next = match rollout.may_promote() {
+                true => "resume or promote it",
+                false => "resume it",
+            };
+            reasons.push(format!("the rollout is paused: {}; {next}", header.message));
+        }
         Phase::Completed | Phase::Ended(_) | Phase::Reverting(_) => {
             reasons.push(format!("the rollout is {}", header.phase.name()));
         }

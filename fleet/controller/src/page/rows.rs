@@ -51,7 +51,7 @@ pub struct Wanted<'q> {
 pub fn guests(rollout: &Rollout, wanted: &Wanted<'_>, policy: &Policy, principal: &str) -> Guests {
     let is_wanted = |member: &Member| {
         (member.guest.contains(wanted.find) || member.host.contains(wanted.find))
-            && (wanted.state.is_empty() || guest_state(member) == wanted.state)
+            && (wanted.state.is_empty() || guest_state(rollout.header(), member) == wanted.state)
             && access::may_view(policy, principal, Some(&member.guest)).is_ok()
     };
     let (mut total, mut rows) = (0, Vec::new());
@@ -76,7 +76,7 @@ fn row(rollout: &Rollout, index: usize, member: &Member) -> GuestRow {
         host: member.host.clone(),
         guest: member.guest.clone(),
         wave: wave.map(|wave| wave.name.clone()),
-        state: guest_state(member),
+        state: guest_state(rollout.header(), member),
         since: member.since,
         message: view::message(member).to_owned(),
         pause_us: member.pause(),

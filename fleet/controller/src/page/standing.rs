@@ -44,6 +44,8 @@ struct Waits {
     /// Members that have not confirmed their release although they were asked.
     stuck: usize,
     forgotten: usize,
+    /// Members of which the rollout wants nothing more: released or adopted.
+    left: usize,
     /// The earliest time since when one of the members is not yet as wanted, unknown or stuck.
     since: Option<Millis>,
 }
@@ -56,6 +58,7 @@ impl Waits {
             releasing: 0,
             stuck: 0,
             forgotten: 0,
+            left: 0,
             since: None,
         };
         for member in members {
@@ -67,6 +70,7 @@ impl Waits {
                     waits.stuck += usize::from(state.is_stuck());
                 }
                 State::Forgotten => waits.forgotten += 1,
+                State::Released { .. } | State::Adopted => waits.left += 1,
                 state => waits.not_yet += usize::from(state.is_late()),
             }
         }
@@ -116,6 +120,10 @@ pub fn safety<'m>(rollout: &Rollout, members: impl Iterator<Item = &'m Member>) 
         text,
         since: waits.since,
     };
+    let given_up = || {
+        let text = guests(waits.forgotten, "given up; the change may still be there.");
+        say("attention", text)
+    };
     let safe = |text: &str| say("safe", text.to_owned());
     let phase = rollout.header().phase;
     if let (Phase::Running(_) | Phase::Completed, Some(text)) = (phase, waits.troubled()) {
@@ -143,6 +151,11 @@ pub fn safety<'m>(rollout: &Rollout, members: impl Iterator<Item = &'m Member>) 
             ),
             None => safe("No guest has failed, and no gate is closed."),
         },
+        Phase::Completed if waits.forgotten > 0 => given_up(),
+        Phase::Completed if waits.left > 0 => say(
+            "safe",
+            guests(waits.left, "left as found; every other one is as wanted."),
+        ),
         Phase::Completed => safe("Every guest is as wanted."),
         Phase::Reverting(_) if waits.stuck > 0 => dated(
             "danger",
@@ -155,10 +168,7 @@ pub fn safety<'m>(rollout: &Rollout, members: impl Iterator<Item = &'m Member>) 
                 "still to confirm that the change is undone.",
             ),
         ),
-        Phase::Ended(_) if waits.forgotten > 0 => say(
-            "attention",
-            guests(waits.forgotten, "given up; the change may still be there."),
-        ),
+        Phase::Ended(_) if waits.forgotten > 0 => given_up(),
         Phase::Ended(_) => safe("No guest has the change."),
     }
 }
@@ -211,4 +221,48 @@ pub fn gates(rollout: &Rollout, hidden: &Hidden<'_>) -> Vec<Gate> {
         }
     };
     rollout.gate_standings().into_iter().map(gate).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rollout::{Action, ClaimOutcome, Header, Wave};
+
+    #[test]
+    fn a_completed_rollout_tells_of_guests_that_were_given_up() {
+        let members = vec![Member::new("host", "one"), Member::new("host", "two")];
+        let header = Header {
+            digest: "digest".to_owned(),
+            waves: vec![Wave {
+                count: 2,
+                ..Wave::default()
+            }],
+            members: 2,
+            ..Header::default()
+        };
+        let mut rollout = Rollout::new(header, members);
+        rollout.start("alice", "digest", 0).expect("planned");
+        while rollout.header().phase != Phase::Completed {
+            for action in rollout.step(0).actions {
+                if let Action::Claim { member, generation } = action {
+                    let made = ClaimOutcome::Made {
+                        boot: "boot".to_owned(),
+                        ledger: String::new(),
+                        pause_us: 1,
+                        ttl: None,
+                    };
+                    rollout.claimed(member, generation, made, 0);
+                }
+            }
+        }
+        let said = |rollout: &Rollout| {
+            let safety = safety(rollout, rollout.members().iter());
+            (safety.level, safety.text)
+        };
+        let as_wanted = "Every guest is as wanted.".to_owned();
+        assert_eq!(said(&rollout), ("safe", as_wanted));
+        rollout.forget(0, "alice", 0).expect("it has claims");
+        let given_up = "1 guest given up; the change may still be there.".to_owned();
+        assert_eq!(said(&rollout), ("attention", given_up));
+    }
 }

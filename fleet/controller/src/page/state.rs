@@ -306,7 +306,7 @@ fn wave(
         .map(|member| Troubled {
             guest: member.guest.clone(),
             host: member.host.clone(),
-            state: guest_state(member),
+            state: guest_state(header, member),
             since: member.since,
             message: view::message(member).to_owned(),
         })
@@ -396,8 +396,9 @@ fn commands(
 }
 
 /// Returns the name of the member's state, which is shown to users and accepted by filters.
-pub fn guest_state(member: &Member) -> &'static str {
+pub fn guest_state(header: &Header, member: &Member) -> &'static str {
     match &member.state {
+        State::Pending if view::is_unchanged(header, member) => "unchanged",
         State::Skipped { .. } | State::Superseded => "skipped",
         State::Pending => "pending",
         State::Claiming { again: false } => "changing",

@@ -131,7 +131,7 @@ impl Rollout {
         }
     }
 
-    pub(super) fn may_promote(&self) -> bool {
+    pub fn may_promote(&self) -> bool {
         matches!(self.header.phase, Phase::Running(_) | Phase::Paused) && self.is_settled()
     }
 

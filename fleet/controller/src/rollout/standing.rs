@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use super::describe::lasting;
 use super::gates;
-use super::state::{Millis, Phase, Rollout, Stage};
+use super::state::{Member, Millis, Phase, Rollout, Stage};
 
 /// The latest result of a gate in the current wave.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -86,6 +86,10 @@ impl Rollout {
     pub fn next_steps(&self, now: Millis) -> Vec<NextStep> {
         let step = |command, effect: String| NextStep { command, effect };
         let undo = || step("undo", self.undo_effect());
+        let forget = || {
+            let effect = "gives up a guest that will not answer again; it may keep the change";
+            step("forget", effect.to_owned())
+        };
         let pause = || step("pause", "starts no further changes".to_owned());
         match self.header.phase {
             Phase::Planned => self.next_of_a_plan(),
@@ -109,14 +113,20 @@ impl Rollout {
                 }
                 steps
             }
-            Phase::Completed => vec![undo()],
+            Phase::Completed => {
+                let is_late = |member: &Member| member.is_unknown() || member.state.is_late();
+                match self.members.iter().any(is_late) {
+                    true => {
+                        let effect = "reads the guests; --fix makes claims again where they were \
+                                      lost";
+                        vec![step("drift", effect.to_owned()), forget(), undo()]
+                    }
+                    false => vec![undo()],
+                }
+            }
             Phase::Reverting(_) => {
-                let late = self.members.iter().any(|member| member.state.is_stuck());
-                let effect = "gives up a guest that will not answer again; it may keep the \
-                              change";
-                late.then(|| step("forget", effect.to_owned()))
-                    .into_iter()
-                    .collect()
+                let is_late = self.members.iter().any(|member| member.state.is_stuck());
+                is_late.then(forget).into_iter().collect()
             }
             Phase::Ended(_) => {
                 let effect = "writes the rollout to the archive and deletes it";

@@ -50,9 +50,12 @@ function showGuests(guests) {
     const [guest, host, wave, state, pause, why] = item.cells;
     item.dataset.guest = row.guest;
     item.dataset.host = row.host;
-    setText(guest, row.guest);
-    setText(host, row.host);
-    setText(wave, row.wave ?? "none");
+    const names = [[guest, row.guest], [host, row.host], [wave, row.wave ?? "none"]];
+    for (const [cell, name] of names) {
+      setText(cell, name);
+      // A long name is cut.
+      setAttribute(cell, "title", name);
+    }
     setText(state.firstElementChild, row.state);
     setAttribute(state.firstElementChild, "data-state", row.state);
     setText(pause, row.pause_us === null ? "" : micros(row.pause_us));

@@ -150,6 +150,11 @@ fn what_is_offered_is_legal_in_each_phase() {
     }
     rollout.step(0);
     check_offers(&rollout, 0);
+    assert_eq!(next(&rollout, 0)[0].0, "undo");
+    rollout.members[0].since = Some(0);
+    check_offers(&rollout, 0);
+    let steps: Vec<&str> = next(&rollout, 0).into_iter().map(|step| step.0).collect();
+    assert_eq!(steps, ["drift", "forget", "undo"]);
     let mut more = planned(
         &[1],
         Policy {
