@@ -235,7 +235,8 @@ impl World {
         };
         self.count("guest set back to an earlier boot");
         self.trace(|| format!("guest {index} is set back to an earlier boot"));
-        let has_claims = !saved.owners.is_empty();
+        // A controller that had an answer in that boot misses the ledger.
+        let is_missed = !saved.owners.is_empty() || self.oracle.has_ever_answered(index);
         // After a later answer, a controller does not remember the ledger of the snapshot.
         let orphans = saved.owners.into_iter().filter_map(|(owner, generation)| {
             let is_latest = !self
@@ -244,7 +245,7 @@ impl World {
             is_latest.then_some(owner)
         });
         let orphans = orphans.collect();
-        self.guests[index].orphans = has_claims.then_some(orphans);
+        self.guests[index].orphans = is_missed.then_some(orphans);
         self.register_soon();
         let wait = self.rng.u64(1..30_000);
         self.schedule(wait, Event::Serve(index));

@@ -71,6 +71,12 @@ impl Oracle {
         of.any(|((_, at, _), latest)| (*at, *latest) > (epoch, generation))
     }
 
+    /// Returns whether a guest has answered a call.
+    pub fn has_ever_answered(&self, guest: usize) -> bool {
+        let mut answered = self.answered.iter();
+        answered.any(|((of, ..), latest)| *of == guest && *latest > 0)
+    }
+
     /// Records the state with which a driver begins.
     pub fn loaded(&mut self, rollout: &Rollout) {
         let generations = rollout.members().iter().map(|member| member.generation);
