@@ -10,6 +10,7 @@
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use patchbay_host_kernel::{HostKernel, Kind, Monitor, Refusal, Slot, Vm, WalkError};
@@ -22,6 +23,10 @@ use crate::qmp::QmpError;
 
 /// The maximum number of descriptors of VMs that are read.
 const MAX_DESCRIPTORS: usize = 1024;
+/// The maximum time for which an attacher waits until the memory slots can be read.
+const MAX_BUSY: Duration = Duration::from_secs(2);
+/// The time between two attempts to read them.
+const BETWEEN_WALKS: Duration = Duration::from_millis(20);
 /// Mappings of devices' registers. They are not RAM, and reading them may have effects.
 const DEVICES: [&str; 3] = ["/dev/", "/sys/", "anon_inode:"];
 /// Mappings below `/dev/` that are RAM.
@@ -122,7 +127,17 @@ impl Host {
         logging: Logging,
     ) -> Result<Self, AttachError> {
         let pid = process.pid();
+        let begin = Instant::now();
         let mut vms = kernel.vms(pid, descriptors);
+        // A guest whose firmware runs changes its memory slots again and again.
+        while vms
+            .iter()
+            .any(|(_, vm)| matches!(vm, Err(WalkError::Busy(_))))
+            && begin.elapsed() < MAX_BUSY
+        {
+            thread::sleep(BETWEEN_WALKS);
+            vms = kernel.vms(pid, descriptors);
+        }
         if process.has_ended_within(Duration::ZERO) {
             return Err(unseen(&WalkError::NoProcess(pid)));
         }
