@@ -2,6 +2,7 @@
 //! Tests without KVM that `patchbay ci run --matrix` keeps its results if it ends early.
 
 use super::ci::{Ci, Done};
+use super::ci_fresh::fresh;
 
 const BROKEN: &str = "the agent in the guest answered out of turn";
 const NO_MONITOR: &str = "the monitor cannot be started: ";
@@ -66,8 +67,7 @@ fn a_guest_that_cannot_be_replaced_ends_the_run() {
         &words,
     );
     let Some(ci) = Ci::new() else { return };
-    let words = ["--append", "savable", "--matrix", "[a-h]", "--fresh"];
-    let words = [&words[..], &command].concat();
+    let words = fresh(&command);
     let texts = ["ok    b=on", lost, ", 4 copies "];
     expect(&ci, "4 of 9", ["d=on", NO_MONITOR], &texts, &words);
 }
@@ -88,9 +88,8 @@ fn an_error_before_the_keys_are_selected_writes_no_report() {
 #[test]
 fn the_cases_of_other_jobs_are_kept() {
     let Some(ci) = Ci::new() else { return };
-    let words = ["--append", "savable", "--matrix", "[a-h]", "--fresh"];
     let jobs = ["--jobs", "2", "--timeout", "1000s", "--ktap", "--"];
-    let words = [&words[..], &jobs, &["break-with", "h", "1", "a"]].concat();
+    let words = fresh(&[&jobs[..], &["break-with", "h", "1", "a"]].concat());
     let texts = ["7 passed, 0 failed", ", 9 copies "];
     let done = expect(&ci, "7 of 9", ["h=on", BROKEN], &texts, &words);
     let expected = (2..).zip('b'..='g');

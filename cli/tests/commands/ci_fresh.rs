@@ -12,7 +12,7 @@ use super::lab::end;
 /// The beginning of a matrix of 8 keys whose guest can be saved.
 const FRESH: [&str; 5] = ["--append", "savable", "--matrix", "[a-h]", "--fresh"];
 
-fn fresh<'a>(words: &[&'a str]) -> Vec<&'a str> {
+pub(super) fn fresh<'a>(words: &[&'a str]) -> Vec<&'a str> {
     [&FRESH[..], words].concat()
 }
 
