@@ -44,8 +44,7 @@ impl Rollout {
                 ttl,
             } => {
                 self.run.retries.remove(&index);
-                let losses = self.run.made.get(&index).map_or(0, |made| made.1);
-                self.run.made.insert(index, (now, losses));
+                self.run.made.entry(index).or_default().0 = now;
                 let member = &mut self.members[index];
                 member.boot = bounded(&boot);
                 member.confirm(&ledger, ttl, now);
@@ -77,8 +76,7 @@ impl Rollout {
             } => {
                 self.put_off(index, now);
                 if has_claims {
-                    let losses = self.run.made.get(&index).map_or(0, |made| made.1);
-                    self.run.made.insert(index, (now, losses));
+                    self.run.made.entry(index).or_default().0 = now;
                 }
                 // The set has replaced the one that the guest confirmed, so a guest that refuses
                 // all of it has no record.
@@ -371,13 +369,12 @@ impl Rollout {
     /// Counts an event that ended claims of a member. Returns the number of those in sequence that
     /// followed soon after a change.
     fn count_loss(&mut self, index: usize, now: Millis) -> u32 {
-        let (at, losses) = self.run.made.get(&index).copied().unwrap_or_default();
-        let losses = match now.saturating_sub(at) < SOON {
+        let (at, losses) = self.run.made.entry(index).or_default();
+        *losses = match now.saturating_sub(*at) < SOON {
             true => losses.saturating_add(1),
             false => 0,
         };
-        self.run.made.insert(index, (at, losses));
-        losses
+        *losses
     }
 
     /// Schedules the next call for a member after one that failed. Returns the number of
