@@ -4,6 +4,7 @@
 
 use std::fmt;
 
+use patchbay_proto::fleet::v1::GuestPhase;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::family::Family;
@@ -119,18 +120,18 @@ const STATES: [&str; 12] = [
 ];
 
 fn state(header: &Header, member: &Member) -> &'static str {
-    match &member.state {
-        State::Pending if view::is_unchanged(header, member) => "unchanged",
-        State::Skipped { .. } | State::Superseded => "skipped",
-        State::Pending => "pending",
-        State::Claiming { again: false } => "changing",
-        State::AsWanted { .. } if member.is_unknown() => "unknown",
-        State::AsWanted { .. } => "as_wanted",
-        state if state.is_ineffective() => "without_effect",
-        State::Claiming { again: true } | State::NotYet { .. } => "not_yet",
-        State::Releasing { .. } => "releasing",
-        State::Released { .. } => "released",
-        State::Adopted => "adopted",
-        State::Forgotten => "forgotten",
+    match view::guest_phase(header, member) {
+        GuestPhase::Skipped => "skipped",
+        GuestPhase::Pending => "pending",
+        GuestPhase::Unchanged => "unchanged",
+        GuestPhase::Changing => "changing",
+        GuestPhase::AsWanted => "as_wanted",
+        GuestPhase::NotYet if member.state.is_ineffective() => "without_effect",
+        GuestPhase::NotYet => "not_yet",
+        GuestPhase::Releasing => "releasing",
+        GuestPhase::Released => "released",
+        GuestPhase::Adopted => "adopted",
+        GuestPhase::Forgotten => "forgotten",
+        GuestPhase::Unspecified | GuestPhase::Unknown => "unknown",
     }
 }

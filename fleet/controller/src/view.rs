@@ -141,44 +141,40 @@ pub fn message(member: &Member) -> &str {
     }
 }
 
-/// Returns whether the rollout is over and has never sent claims to the guest.
-pub fn is_unchanged(header: &Header, member: &Member) -> bool {
+/// Returns the phase of a guest in its rollout.
+pub fn guest_phase(header: &Header, member: &Member) -> v1::GuestPhase {
     let is_over = header.phase.reverts() || header.phase == Phase::Completed;
-    is_over && member.state == State::Pending && member.generation == 0
+    match &member.state {
+        State::Skipped { .. } | State::Superseded => v1::GuestPhase::Skipped,
+        State::Pending if is_over && member.generation == 0 => v1::GuestPhase::Unchanged,
+        State::Pending => v1::GuestPhase::Pending,
+        State::Claiming { again: false } => v1::GuestPhase::Changing,
+        State::AsWanted { .. } if member.is_unknown() => v1::GuestPhase::Unknown,
+        State::AsWanted { .. } => v1::GuestPhase::AsWanted,
+        State::Claiming { again: true } | State::NotYet { .. } => v1::GuestPhase::NotYet,
+        State::Releasing { .. } => v1::GuestPhase::Releasing,
+        State::Released { .. } => v1::GuestPhase::Released,
+        State::Adopted => v1::GuestPhase::Adopted,
+        State::Forgotten => v1::GuestPhase::Forgotten,
+    }
 }
 
 pub fn guest(header: &Header, index: usize, member: &Member) -> v1::RolloutGuest {
     let wave = header.wave_of(index);
-    let (phase, message, pause) = match &member.state {
-        State::Skipped { why } => (v1::GuestPhase::Skipped, why.as_str(), None),
-        State::Superseded => (v1::GuestPhase::Skipped, "it is in a later wave too", None),
-        State::Pending if is_unchanged(header, member) => (v1::GuestPhase::Unchanged, "", None),
-        State::Pending => (v1::GuestPhase::Pending, "", None),
-        State::Claiming { again: false } => (v1::GuestPhase::Changing, "", None),
-        State::AsWanted { .. } if member.is_unknown() => {
-            (v1::GuestPhase::Unknown, UNANSWERED, None)
-        }
-        State::AsWanted { pause_us } => (v1::GuestPhase::AsWanted, "", Some(*pause_us)),
-        state @ (State::NotYet { .. } | State::Claiming { again: true }) => (
-            v1::GuestPhase::NotYet,
-            state.late().unwrap_or_default(),
-            None,
-        ),
-        State::Releasing { why } => (v1::GuestPhase::Releasing, why.as_str(), None),
-        State::Released { void: true } => (
-            v1::GuestPhase::Released,
-            "the claims had ended before, with their TTL or a reboot",
-            None,
-        ),
-        State::Released { void: false } => (v1::GuestPhase::Released, "", None),
-        State::Adopted => (v1::GuestPhase::Adopted, "", None),
-        State::Forgotten => (v1::GuestPhase::Forgotten, "", None),
+    let message = match &member.state {
+        State::Superseded => "it is in a later wave too",
+        State::Released { void: true } => "the claims had ended before, with their TTL or a reboot",
+        _ => message(member),
+    };
+    let pause = match &member.state {
+        State::AsWanted { pause_us } if !member.is_unknown() => Some(*pause_us),
+        _ => None,
     };
     v1::RolloutGuest {
         host: member.host.clone(),
         guest: member.guest.clone(),
         wave: number(wave.unwrap_or_default()),
-        phase: phase.into(),
+        phase: guest_phase(header, member).into(),
         message: message.to_owned(),
         keys: member.plan.keys,
         sites: member.plan.sites,

@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use patchbay_access::policy::Policy;
+use patchbay_proto::fleet::v1::GuestPhase;
 use serde::Serialize;
 
 use super::Shared;
@@ -397,17 +398,17 @@ fn commands(
 
 /// Returns the name of the member's state, which is shown to users and accepted by filters.
 pub fn guest_state(header: &Header, member: &Member) -> &'static str {
-    match &member.state {
-        State::Pending if view::is_unchanged(header, member) => "unchanged",
-        State::Skipped { .. } | State::Superseded => "skipped",
-        State::Pending => "pending",
-        State::Claiming { again: false } => "changing",
-        State::AsWanted { .. } if member.is_unknown() => "unknown",
-        State::AsWanted { .. } => "as wanted",
-        State::Claiming { again: true } | State::NotYet { .. } => "not yet",
-        State::Releasing { .. } => "releasing",
-        State::Released { .. } => "released",
-        State::Adopted => "adopted",
-        State::Forgotten => "forgotten",
+    match view::guest_phase(header, member) {
+        GuestPhase::Skipped => "skipped",
+        GuestPhase::Pending => "pending",
+        GuestPhase::Unchanged => "unchanged",
+        GuestPhase::Changing => "changing",
+        GuestPhase::AsWanted => "as wanted",
+        GuestPhase::NotYet => "not yet",
+        GuestPhase::Releasing => "releasing",
+        GuestPhase::Released => "released",
+        GuestPhase::Adopted => "adopted",
+        GuestPhase::Forgotten => "forgotten",
+        GuestPhase::Unspecified | GuestPhase::Unknown => "unknown",
     }
 }
