@@ -65,16 +65,21 @@ impl Oracle {
 
     /// Returns whether a guest has answered a call of an owner after this epoch and generation.
     pub fn has_answered(&self, guest: usize, epoch: u32, owner: &str, generation: u64) -> bool {
-        // A call without an answer leaves a 0.
-        let of = self.answered.iter().filter(|(_, latest)| **latest > 0);
-        let mut of = of.filter(|((of, _, by), _)| *of == guest && by == owner);
-        of.any(|((_, at, _), latest)| (*at, *latest) > (epoch, generation))
+        self.answers_of(guest)
+            .any(|(at, by, latest)| by == owner && (at, latest) > (epoch, generation))
     }
 
     /// Returns whether a guest has answered a call.
     pub fn has_ever_answered(&self, guest: usize) -> bool {
-        let mut answered = self.answered.iter();
-        answered.any(|((of, ..), latest)| *of == guest && *latest > 0)
+        self.answers_of(guest).next().is_some()
+    }
+
+    /// Returns the epochs, owners and latest generations that a guest has answered.
+    fn answers_of(&self, guest: usize) -> impl Iterator<Item = (u32, &str, u64)> {
+        // A call without an answer leaves a 0.
+        let of = self.answered.iter();
+        let of = of.filter(move |((of, ..), latest)| *of == guest && **latest > 0);
+        of.map(|((_, at, by), latest)| (*at, &**by, *latest))
     }
 
     /// Records the state with which a driver begins.

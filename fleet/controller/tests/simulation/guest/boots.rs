@@ -13,7 +13,6 @@ use super::{Guest, KEYS, Kind, keys};
 /// The state of a guest in a snapshot. It does not have the ledger, which the guest's service
 /// keeps elsewhere.
 pub struct Saved {
-    boots: u32,
     boot: u64,
     /// See [`Guest::epoch`].
     pub epoch: u32,
@@ -29,12 +28,9 @@ impl Guest {
     /// Boots the guest again, into a kernel with keys of these kinds. Its service goes on if
     /// `in_place`, and is started again otherwise.
     pub fn reboot(&mut self, in_place: bool, kinds: BTreeMap<&'static str, Kind>) {
-        self.kinds = kinds;
-        self.register((self.number << 16) + u64::from(self.boots));
+        self.register((self.number << 16) + u64::from(self.boots), kinds);
         self.orphans = None;
         self.changed.clear();
-        self.others.clear();
-        self.ends.clear();
         match &self.service {
             Some(service) if in_place => {
                 self.is_settled = false;
@@ -48,14 +44,17 @@ impl Guest {
         }
     }
 
-    /// Registers the kernel of the boot after this number.
-    fn register(&mut self, before: u64) {
+    /// Registers a kernel with keys of these kinds in the boot after this number. It has no claims.
+    fn register(&mut self, before: u64, kinds: BTreeMap<&'static str, Kind>) {
+        self.kinds = kinds;
         self.vm.set_boot(before);
         assert_eq!(self.vm.register(&keys(&self.original, &self.kinds)), 0);
         self.boot = before + 1;
         self.tables = found(&self.vm);
         self.boots += 1;
         self.epoch += 1;
+        self.others.clear();
+        self.ends.clear();
     }
 
     /// Takes the snapshot to which [`Guest::set_back`] sets the guest back. The service must run.
@@ -64,7 +63,6 @@ impl Guest {
         let claims = page.claims.into_iter();
         let owners = claims.map(|claim| (claim.owner, claim.generation));
         self.saved = Some(Saved {
-            boots: self.boots,
             boot: self.boot,
             epoch: self.epoch,
             kinds: self.kinds.clone(),
@@ -77,10 +75,9 @@ impl Guest {
     /// Sets the guest back to its snapshot if that is of an earlier boot, and returns the snapshot.
     /// The ledger of that boot is gone. Afterwards no service runs.
     pub fn set_back(&mut self) -> Option<Saved> {
-        let saved = self.saved.take_if(|saved| saved.boots < self.boots)?;
+        let saved = self.saved.take_if(|saved| saved.boot != self.boot)?;
         self.stop();
-        self.kinds.clone_from(&saved.kinds);
-        self.register(saved.boot - 1);
+        self.register(saved.boot - 1, saved.kinds.clone());
         if self.kind(MODULE_KEY) != Kind::Missing {
             self.load_module();
         }
@@ -94,8 +91,6 @@ impl Guest {
             true => saved.changed.clone(),
             false => KEYS.into(),
         };
-        self.others.clear();
-        self.ends.clear();
         Some(saved)
     }
 }
