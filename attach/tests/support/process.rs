@@ -181,9 +181,10 @@ pub fn dirty_logging() {
     let migrate = || qemu.other("migrate", json!({ "uri": "exec:cat > /dev/null" }));
     let paused = guest.pause(DEADLINE).expect("stopped");
     migrate();
-    until("KVM logs dirty pages", || checked(&paused).is_err());
-    let error = checked(&paused).expect_err("a migration has begun");
-    assert!(error.contains("migration"), "{error}");
+    // While QEMU turns the log on, the memory slots change during every attempt to read them.
+    until("KVM logs dirty pages", || {
+        checked(&paused).is_err_and(|error| error.contains("migration"))
+    });
     drop(paused);
     qemu.runs(&guest);
     let error = guest.pause(DEADLINE).expect_err("it is under way");

@@ -135,11 +135,7 @@ impl Controller {
     /// it is known.
     pub fn why_not_leading(&self) -> (String, Option<String>) {
         if self.is_alone {
-            let seconds = self.config.lease_ttl.as_secs();
-            let why = format!(
-                "this controller does not lead yet, because its previous run was killed and the \
-                 lease of that run has not ended; try again within {seconds} s"
-            );
+            let why = "this controller has just started and does not lead yet; try again".to_owned();
             return (why, None);
         }
         match self.leader_address() {

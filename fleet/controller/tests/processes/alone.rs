@@ -8,10 +8,10 @@ use tonic::Code;
 
 use super::fleet::{PATIENCE, Replica};
 
-/// Checks what a controller says after it was killed, while the lease of its previous run lasts.
-/// There is no other replica that it could name.
+/// Checks that a controller that was killed leads when it is started again, although the lease of
+/// its previous run would have lasted longer than the test.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_killed_controller_waits_for_its_own_lease_and_says_so() {
+async fn a_killed_controller_does_not_wait_for_its_own_lease() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = |name: &str| folder.path().join(name);
     let start = || {
@@ -31,22 +31,7 @@ async fn a_killed_controller_waits_for_its_own_lease_and_says_so() {
     first.logged(" leads").await;
     drop(first);
     let second = start();
-    let refused = async {
-        loop {
-            let listed = second.rollouts().list(v1::ListRequest {}).await;
-            let refused = listed.expect_err("the lease lasts longer than the test");
-            // The socket may not be there yet.
-            if refused.message().contains("lead") {
-                return refused;
-            }
-        }
-    };
-    let refused = tokio::time::timeout(PATIENCE, refused).await;
-    let refused = refused.expect("in time");
-    assert_eq!(refused.code(), Code::Unavailable);
-    assert_eq!(
-        refused.message(),
-        "this controller does not lead yet, because its previous run was killed and the lease of \
-         that run has not ended; try again within 300 s"
-    );
+    second.logged(" leads").await;
+    let listed = second.rollouts().list(v1::ListRequest {}).await;
+    listed.expect("the controller leads");
 }
