@@ -135,7 +135,8 @@ impl Controller {
     /// it is known.
     pub fn why_not_leading(&self) -> (String, Option<String>) {
         if self.is_alone {
-            let why = "this controller has just started and does not lead yet; try again".to_owned();
+            let why =
+                "this controller has just started and does not lead yet; try again".to_owned();
             return (why, None);
         }
         match self.leader_address() {

@@ -6,9 +6,10 @@
 
 mod error;
 mod link;
+mod log;
 mod registered;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::future::Future;
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -19,7 +20,7 @@ use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 use patchbay_proto::{ASSERTION_METADATA, TraceParent, v1};
-use tokio::sync::{Semaphore, SemaphorePermit, watch};
+use tokio::sync::{Semaphore, SemaphorePermit};
 use tonic::metadata::MetadataValue;
 use tonic::transport::Channel;
 use tonic::{Request, Response, Status};
@@ -28,7 +29,8 @@ pub use patchbay_access::connect::TlsFiles;
 
 pub use self::error::CallError;
 use self::link::Link;
-pub use self::registered::{Changed, Following};
+use self::log::Log;
+pub use self::registered::{Changed, Following, KeysChanged, News};
 use crate::store::registry::GuestRecord;
 
 /// The maximum number of concurrent calls to a host. A host serves 128 calls of one connection. Its
@@ -93,9 +95,11 @@ pub struct Hosts {
     by_name: Arc<RwLock<BTreeMap<String, Arc<Host>>>>,
     /// The records of the registry, by the names of the guest and of its host.
     guests: Arc<RwLock<BTreeMap<String, BTreeMap<String, GuestRecord>>>>,
-    /// The latest changes, oldest first. The last one has the number in `changes`.
-    latest: Arc<RwLock<VecDeque<Changed>>>,
-    changes: watch::Sender<u64>,
+    /// The changes of hosts and guests in the registry.
+    records: Log<Changed>,
+    /// The changes of nothing but keys. They are many, because each rollout makes them, so they
+    /// must not displace the others.
+    keys: Log<KeysChanged>,
 }
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -118,8 +122,8 @@ impl Hosts {
         Ok(Self {
             by_name: Arc::new(RwLock::new(by_name)),
             guests: Arc::default(),
-            latest: Arc::default(),
-            changes: watch::Sender::new(0),
+            records: Log::new(),
+            keys: Log::new(),
         })
     }
 

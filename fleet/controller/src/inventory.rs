@@ -155,7 +155,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
-    use crate::hosts::Following;
+    use crate::hosts::{Following, KeysChanged};
     use crate::store::registry::{GuestRecord, PREFIX};
     use crate::store::{EmbeddedStore, Transaction};
 
@@ -249,7 +249,7 @@ mod tests {
         let deleted = ["a/guests/g1", "b/host", "b/guests/g2"];
         listing.write(&put, &deleted).await;
         listing.list().await;
-        let changed = following.take().expect("few");
+        let changed = following.take().records.expect("few");
         let changed: BTreeSet<(String, Option<String>)> = changed
             .into_iter()
             .map(|changed| (changed.host, changed.guest))
@@ -283,7 +283,7 @@ mod tests {
         // The guest has left and come back, with the same record.
         listing.write(&[guest("h", "g1", "")], &[]).await;
         listing.list().await;
-        let changed = following.take().expect("few");
+        let changed = following.take().records.expect("few");
         assert_eq!(changed.len(), 1, "{changed:?}");
         assert_eq!(changed[0].guest.as_deref(), Some("g1"));
         // Another machine has the name now, and the socket is one of that machine.
@@ -291,5 +291,43 @@ mod tests {
         listing.write(&[host("h", "other", 1)], &[]).await;
         listing.list().await;
         assert!(listing.hosts.get("h").is_none());
+    }
+
+    #[tokio::test]
+    async fn changed_keys_are_told_apart_from_changed_records() {
+        let listing = Listing::new(&[host("h", "m", 1), guest("h", "g0", "1")]).await;
+        let mut following = Following::new(&listing.hosts);
+        let records = listing.hosts.changes();
+        let record = |incarnation: &str, revision| GuestRecord {
+            incarnation: incarnation.to_owned(),
+            revision,
+            ..GuestRecord::default()
+        };
+        let put = |record| listing.hosts.set_guest("h", "g0", Some(record));
+        put(record("1", 7));
+        following.changed().await;
+        let news = following.take();
+        assert_eq!(news.records, Some(vec![]));
+        let keys = KeysChanged {
+            host: "h".to_owned(),
+            guest: "g0".to_owned(),
+        };
+        assert_eq!(news.keys, [keys]);
+        assert!(!records.has_changed().expect("open"));
+        put(record("1", 7));
+        assert!(!following.has_changed());
+        put(record("2", 8));
+        let news = following.take();
+        assert_eq!(news.records.map(|records| records.len()), Some(1));
+        assert_eq!(news.keys, []);
+
+        // Too many changes of keys do not displace the others.
+        put(record("3", 0));
+        for revision in 1..10_000 {
+            put(record("3", revision));
+        }
+        let news = following.take();
+        assert_eq!(news.records.map(|records| records.len()), Some(1));
+        assert_eq!(news.keys, []);
     }
 }

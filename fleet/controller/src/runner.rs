@@ -295,8 +295,8 @@ impl Running {
                 () = look => {
                     has_changed = false;
                     looked = Instant::now();
-                    let changed = registry.take();
-                    self.rollout().look_again(changed.as_deref());
+                    let news = registry.take();
+                    self.rollout().look_again(&news);
                 }
                 () = wake => {}
             }

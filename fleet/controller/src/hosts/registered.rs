@@ -6,11 +6,9 @@ use std::sync::{Arc, PoisonError};
 
 use tokio::sync::watch;
 
+use super::log::Reader;
 use super::{Host, HostConfig, Hosts, NameTaken};
 use crate::store::registry::GuestRecord;
-
-/// The maximum number of changes of the registry that are kept.
-const MAX_CHANGES: usize = 4096;
 
 /// A host or guest of the registry that has changed.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -20,71 +18,73 @@ pub struct Changed {
     pub guest: Option<String>,
 }
 
+/// A guest whose keys have changed, and of whose record nothing else has.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct KeysChanged {
+    pub host: String,
+    pub guest: String,
+}
+
 /// The changes of the registry that a rollout has not reacted to yet.
 pub struct Following {
-    hosts: Hosts,
-    counter: watch::Receiver<u64>,
-    /// The value of the counter up to which the changes were taken.
-    seen: u64,
+    records: Reader<Changed>,
+    keys: Reader<KeysChanged>,
+}
+
+/// The changes of the registry since a rollout looked last.
+#[derive(Default)]
+pub struct News {
+    /// `None` stands for everything.
+    pub records: Option<Vec<Changed>>,
+    /// Some of them may be missing when many have changed. Their guests are asked later.
+    pub keys: Vec<KeysChanged>,
 }
 
 impl Following {
     /// Begins with the changes after this call.
     pub fn new(hosts: &Hosts) -> Self {
-        let mut counter = hosts.changes();
-        let seen = *counter.borrow_and_update();
         Self {
-            seen,
-            hosts: hosts.clone(),
-            counter,
+            records: Reader::new(&hosts.records),
+            keys: Reader::new(&hosts.keys),
         }
     }
 
     /// Waits for a change since the last call of this function or of [`Following::take`].
     pub async fn changed(&mut self) {
-        if self.counter.changed().await.is_err() {
-            std::future::pending::<()>().await;
+        tokio::select! {
+            () = self.records.changed() => {}
+            () = self.keys.changed() => {}
         }
     }
 
     /// Returns whether [`Following::changed`] returns at once.
     pub fn has_changed(&self) -> bool {
-        self.counter.has_changed().unwrap_or(false)
+        self.records.has_changed() || self.keys.has_changed()
     }
 
-    /// Returns the changes since the last call; `None` if they are not kept any more.
-    pub fn take(&mut self) -> Option<Vec<Changed>> {
-        let since = std::mem::replace(&mut self.seen, *self.counter.borrow_and_update());
-        self.hosts.changed_since(since)
+    /// Returns the changes since the last call.
+    pub fn take(&mut self) -> News {
+        News {
+            records: self.records.take(),
+            keys: self.keys.take().unwrap_or_default(),
+        }
     }
 }
 
 impl Hosts {
-    /// Returns a counter that advances with every change of the registry.
+    /// Returns a counter that advances with every change of a host or guest of the registry, except
+    /// changes of keys.
     pub fn changes(&self) -> watch::Receiver<u64> {
-        self.changes.subscribe()
-    }
-
-    /// Returns the changes since the counter had this value; `None` if they are not kept any more.
-    fn changed_since(&self, count: u64) -> Option<Vec<Changed>> {
-        let latest = self.latest.read().unwrap_or_else(PoisonError::into_inner);
-        let new = usize::try_from(self.changes.borrow().saturating_sub(count)).ok()?;
-        let skipped = latest.len().checked_sub(new)?;
-        Some(latest.iter().skip(skipped).cloned().collect())
+        self.records.counter()
     }
 
     /// Makes the rollouts look at the guest, or at all guests of the host, because its record has
     /// changed or it has begun or ceased to answer.
     pub fn changed(&self, host: &str, guest: Option<&str>) {
-        let mut latest = self.latest.write().unwrap_or_else(PoisonError::into_inner);
-        latest.push_back(Changed {
+        self.records.push(Changed {
             host: host.to_owned(),
             guest: guest.map(str::to_owned),
         });
-        if latest.len() > MAX_CHANGES {
-            latest.pop_front();
-        }
-        self.changes.send_modify(|count| *count += 1);
     }
 
     /// Adds a host of the registry. A host of the configuration with the same name is not replaced.
@@ -139,15 +139,10 @@ impl Hosts {
         }
     }
 
-    /// Records what the registry has of a guest; `None` if it no longer has the guest. The guest's
-    /// revision is no change, because it advances with each change of its keys.
+    /// Records what the registry has of a guest; `None` if it no longer has the guest.
     pub fn set_guest(&self, host: &str, guest: &str, record: Option<GuestRecord>) {
         let mut guests = self.guests.write().unwrap_or_else(PoisonError::into_inner);
         let hosts = guests.entry(guest.to_owned()).or_default();
-        let record = record.map(|record| GuestRecord {
-            revision: 0,
-            ..record
-        });
         let before = match record.clone() {
             Some(record) => hosts.insert(host.to_owned(), record),
             None => hosts.remove(host),
@@ -156,8 +151,16 @@ impl Hosts {
             guests.remove(guest);
         }
         drop(guests);
-        if before != record {
-            self.changed(host, Some(guest));
+        if before == record {
+            return;
+        }
+        let same_keys = |of: Option<GuestRecord>| of.map(|of| GuestRecord { revision: 0, ..of });
+        match same_keys(before) == same_keys(record) {
+            true => self.keys.push(KeysChanged {
+                host: host.to_owned(),
+                guest: guest.to_owned(),
+            }),
+            false => self.changed(host, Some(guest)),
         }
     }
 

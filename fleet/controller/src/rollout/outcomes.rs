@@ -6,8 +6,8 @@ use std::collections::BTreeSet;
 use super::answers::{ClaimOutcome, Found, FoundClaims, GateAnswer, ReleaseOutcome};
 use super::machine::{BACKOFF, MAX_ATTEMPTS, MAX_BACKOFF, MAX_GENERATION, bounded};
 use super::policy::AfterReboot;
-use super::state::{Event, Failure, Member, Millis, Phase, Record, Rollout, Stage, State};
-use crate::hosts::Changed;
+use super::state::{Event, Failure, Millis, Phase, Record, Rollout, Stage, State};
+use crate::hosts::News;
 
 /// The time within which a guest boots, or loads a module again, soon after its change.
 const SOON: Millis = 600_000;
@@ -395,28 +395,33 @@ impl Rollout {
         }
     }
 
-    /// Asks the guests of these hosts at once if they have the claims, and repeats what failed on
-    /// them. `None` stands for all guests.
-    pub fn look_again(&mut self, changed: Option<&[Changed]>) {
+    /// Asks the guests that have changed at once if they have the claims. If more than their keys
+    /// has changed, it also repeats what failed on them.
+    pub fn look_again(&mut self, news: &News) {
         let (mut hosts, mut guests) = (BTreeSet::new(), BTreeSet::new());
-        for one in changed.into_iter().flatten() {
+        for one in news.records.iter().flatten() {
             match &one.guest {
                 Some(guest) => guests.insert(guest),
                 None => hosts.insert(&one.host),
             };
         }
-        // A guest may appear on another host.
-        let is_meant = |member: &Member| {
-            changed.is_none() || guests.contains(&member.guest) || hosts.contains(&member.host)
-        };
+        let keys = news.keys.iter();
+        let keys: BTreeSet<_> = keys.map(|one| (&*one.host, &*one.guest)).collect();
         for (index, member) in self.members.iter().enumerate() {
-            if is_meant(member) {
+            // A guest may appear on another host.
+            let is_meant = news.records.is_none()
+                || guests.contains(&member.guest)
+                || hosts.contains(&member.host);
+            if is_meant || keys.contains(&(&*member.host, &*member.guest)) {
                 self.run.check_now.insert(index);
-                // A guest that boots after each change registers each time, and has to wait.
-                let losses = self.run.made.get(&index).map_or(0, |made| made.1);
-                if let Some(retry) = self.run.retries.get_mut(&index).filter(|_| losses == 0) {
-                    retry.1 = 0;
-                }
+            }
+            // A guest that boots after each change registers each time, and has to wait.
+            let losses = self.run.made.get(&index).map_or(0, |made| made.1);
+            if is_meant
+                && losses == 0
+                && let Some(retry) = self.run.retries.get_mut(&index)
+            {
+                retry.1 = 0;
             }
         }
     }

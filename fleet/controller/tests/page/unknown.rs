@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests that the page and the metrics agree on guests that do not answer any more.
 
+use patchbay_fleet::hosts::News;
 use patchbay_fleet::rollout::{Member, Phase, Stage};
 use patchbay_fleet::runner::{Command, Running};
 use patchbay_fleet::scrape;
@@ -12,7 +13,7 @@ use crate::support::{Fleet, is_over, spec, tell, wait_for};
 
 /// Makes the rollout ask its guests now, and not at the next interval.
 async fn look_again(running: &Running) {
-    running.rollout().look_again(None);
+    running.rollout().look_again(&News::default());
     let text = "a look".to_owned();
     tell(running, Command::Drifted { text }).await;
 }

@@ -4,9 +4,8 @@
 use std::process::Command;
 
 use patchbay_proto::fleet::v1;
-use tonic::Code;
 
-use super::fleet::{PATIENCE, Replica};
+use super::fleet::Replica;
 
 /// Checks that a controller that was killed leads when it is started again, although the lease of
 /// its previous run would have lasted longer than the test.

@@ -4,8 +4,10 @@
 use patchbay_fleet::store::Store;
 use patchbay_fleet::store::registry::HostRecord;
 use patchbay_proto::fleet::v1;
+use patchbay_proto::v1 as guest;
+use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 
-use super::fleet::{PATIENCE, ProcessFleet, Replica, spec};
+use super::fleet::{PATIENCE, ProcessFleet, Replica, channel, spec};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn of_two_hosts_with_one_name_the_second_waits_for_the_first_to_go() {
@@ -138,4 +140,55 @@ async fn a_guest_that_joins_late_is_changed_if_the_spec_says_so() {
     replica.undo("net").await;
     assert_eq!(fleet.changes(0), [(0, 1), (1, 0)]);
     assert_eq!(fleet.changes(1), [(0, 1), (1, 0)]);
+}
+
+/// Lets another owner turn off the key that a rollout has turned on. The host registers that the
+/// guest's keys have changed, so the controller does not wait for its next query.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_whose_key_another_owner_changes_is_soon_not_as_wanted() {
+    let Some(fleet) = ProcessFleet::start(1, 1, 1, &[]).await else {
+        return;
+    };
+    let replica = fleet.replica("replica", &[]);
+    let text = spec("waves: [{size: rest}]").replace("held", "on");
+    replica.start("net", &text, 1).await;
+    replica.wait("net", v1::Phase::Completed).await;
+    let mut host = StaticKeysServiceClient::new(channel(&fleet.path("host-0.sock")));
+    let request = |generation, claims| guest::SetClaimsRequest {
+        guest: "web-0".to_owned(),
+        owner: "another".to_owned(),
+        generation,
+        claims,
+        ..Default::default()
+    };
+    let off = guest::KeyClaim {
+        key: "alpha".to_owned(),
+        want: guest::ClaimWant::Off.into(),
+        patterns: vec![],
+    };
+    let made = host.set_claims(request(1, vec![off])).await;
+    let made = made.expect("answered").into_inner();
+    assert_eq!(made.results[0].state(), guest::ClaimState::Made, "{made:?}");
+    let why = phase(&replica, v1::GuestPhase::NotYet).await.message;
+    assert!(why.contains("the claim of another"), "{why}");
+    host.set_claims(request(2, vec![])).await.expect("ended");
+    phase(&replica, v1::GuestPhase::AsWanted).await;
+    assert_eq!(fleet.changes(0), [(0, 1), (1, 0), (0, 1)]);
+}
+
+/// Waits until the guest of "net" is in this phase.
+async fn phase(replica: &Replica, expected: v1::GuestPhase) -> v1::RolloutGuest {
+    let mut last = None;
+    let reached = async {
+        loop {
+            let rollout = replica.wait("net", v1::Phase::Completed).await;
+            let found = rollout.guests.into_iter().next().expect("a member");
+            if found.phase() == expected {
+                return found;
+            }
+            last = Some(found);
+        }
+    };
+    let reached = tokio::time::timeout(PATIENCE, reached).await;
+    reached.unwrap_or_else(|_| panic!("the guest is never {expected:?}: {last:?}"))
 }

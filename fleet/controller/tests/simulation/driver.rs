@@ -2,7 +2,7 @@
 //! A driver of the rollout: step, save, send. It can be killed or stopped between any two of them,
 //! as `runner::Running::run` can.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use patchbay_fleet::storage;
 use patchbay_fleet::store::{StoreError, Write, commit_all};
 
 use super::reasons::{self, Fact};
-use super::registry::Told;
+use super::registry::{Changes, Told};
 use super::store::Fault;
 use super::terms::Term;
 use super::waves::{Answer, Asked, check_jump};
@@ -155,11 +155,11 @@ impl Driver {
 
     /// Takes the inputs that go into one step, at this right time. Returns the guests that have
     /// changed in the registry, if they are among the inputs.
-    fn take_inputs(&mut self, right: Millis) -> BTreeSet<String> {
+    fn take_inputs(&mut self, right: Millis) -> Changes {
         let now = right.saturating_add_signed(self.clock);
         self.facts.clear();
         let Some(first) = self.inbox.pop_front() else {
-            return BTreeSet::new();
+            return Changes::default();
         };
         match first {
             Input::Outcome(outcome, at) => {
@@ -178,15 +178,14 @@ impl Driver {
             }
             Input::Look => {
                 // Without a change, `Running::run` does not look.
-                let changed = match self.following.has_changed() {
-                    true => self.following.take(),
-                    false => Some(vec![]),
-                };
-                self.rollout.look_again(changed.as_deref());
+                if self.following.has_changed() {
+                    let news = self.following.take();
+                    self.rollout.look_again(&news);
+                }
                 return self.told.take(right);
             }
         }
-        BTreeSet::new()
+        Changes::default()
     }
 }
 

@@ -88,6 +88,8 @@ pub struct Guest {
     pub has_watchdog: bool,
     pub vm: Arc<InMemoryGuest>,
     requests: Arc<Requests>,
+    /// The number of times that the guest itself has changed keys.
+    pub own_changes: u64,
     /// The number of times that the module was loaded.
     pub loads: u32,
     /// The number of those that no boot caused.
@@ -235,6 +237,7 @@ impl Guest {
             tables: found(&vm),
             vm,
             requests,
+            own_changes: 0,
             loads: 0,
             reloads: 0,
             kinds,
@@ -326,6 +329,7 @@ impl Guest {
     /// Changes a key as the guest's own code does.
     pub fn change(&mut self, key: &'static str, count: i32) {
         self.vm.set_count(key, count);
+        self.own_changes += 1;
         self.changed.insert(key);
     }
 

@@ -19,6 +19,9 @@ use super::world::{Event, World};
 /// The machine of all hosts and controllers.
 const MACHINE: &str = "m";
 
+/// The interval at which `patchbayd` looks at its guests.
+const HOST_INTERVAL: Millis = 10_000;
+
 fn reach() -> Reach {
     Reach {
         machine: MACHINE.to_owned(),
@@ -68,11 +71,30 @@ impl Record {
     }
 }
 
+/// Guests that have changed in the registry.
+#[derive(Clone, Default)]
+pub struct Changes {
+    /// The names of guests with another boot.
+    boots: BTreeSet<String>,
+    /// The hosts and the names of guests with other keys and nothing else.
+    keys: BTreeSet<(String, String)>,
+}
+
+impl Changes {
+    fn is_empty(&self) -> bool {
+        self.boots.is_empty() && self.keys.is_empty()
+    }
+
+    pub fn extend(&mut self, other: &Self) {
+        self.boots.extend(other.boots.iter().cloned());
+        self.keys.extend(other.keys.iter().cloned());
+    }
+}
+
 /// The changes of which a driver was not told yet.
 #[derive(Default)]
 pub struct Told {
-    /// The guests that have changed.
-    guests: BTreeSet<String>,
+    changes: Changes,
     /// The time of the latest look.
     looked: Millis,
     /// Set while a further look is scheduled.
@@ -81,9 +103,9 @@ pub struct Told {
 
 impl Told {
     /// Begins a look at this time, and returns the guests that have changed since the last one.
-    pub fn take(&mut self, now: Millis) -> BTreeSet<String> {
+    pub fn take(&mut self, now: Millis) -> Changes {
         (self.looked, self.is_due) = (now, false);
-        std::mem::take(&mut self.guests)
+        std::mem::take(&mut self.changes)
     }
 }
 
@@ -115,8 +137,7 @@ impl World {
                 let record = GuestRecord {
                     incarnation: guest.boots.to_string(),
                     registered: true,
-                    // It advances often, and rollouts do not react to it.
-                    revision: guest.vm.pauses(),
+                    revision: guest.vm.pauses() + guest.own_changes,
                     ..GuestRecord::default()
                 };
                 let key = format!("{PREFIX}{host}/guests/{}", guest.name);
@@ -135,22 +156,33 @@ impl World {
         self.schedule(wait, Event::Register);
     }
 
+    /// Lets the hosts write what has changed, and look again after some time.
+    pub fn look_at_guests(&mut self) {
+        if !self.is_quiet {
+            self.register();
+            self.schedule(HOST_INTERVAL, Event::HostsLook);
+        }
+    }
+
     /// Lets the hosts write what has changed, and the terms follow.
     pub fn register(&mut self) {
         let present = self.present();
         let before = std::mem::replace(&mut self.registered.records, present.clone());
         let keys: BTreeSet<&String> = before.keys().chain(present.keys()).collect();
         let (mut transaction, mut changes) = (Transaction::new(), Vec::new());
-        let mut guests = BTreeSet::new();
+        let mut guests = Changes::default();
         for key in keys {
             let (old, new) = (before.get(key), present.get(key));
             if old == new {
                 continue;
             }
-            if old.and_then(Record::boot) != new.and_then(Record::boot)
-                && let Some((_, guest)) = key.split_once("/guests/")
-            {
-                guests.insert(guest.to_owned());
+            if let Some((host, guest)) = key.split_once("/guests/") {
+                if old.and_then(Record::boot) == new.and_then(Record::boot) {
+                    let host = host.trim_start_matches(PREFIX);
+                    guests.keys.insert((host.to_owned(), guest.to_owned()));
+                } else {
+                    guests.boots.insert(guest.to_owned());
+                }
             }
             let key = key.clone();
             transaction = match new {
@@ -181,7 +213,7 @@ impl World {
             let _connections = self.runtime.enter();
             for (id, term) in &mut self.terms {
                 match &mut term.missed {
-                    Some((missed, _)) => missed.extend(guests.iter().cloned()),
+                    Some((missed, _)) => missed.extend(&guests),
                     None => {
                         let each = |change| inventory::apply(&term.network.hosts, &reach(), change);
                         changes.iter().for_each(each);
@@ -203,7 +235,7 @@ impl World {
         if term.missed.is_some() {
             return;
         }
-        term.missed = Some((BTreeSet::new(), seen));
+        term.missed = Some((Changes::default(), seen));
         self.count("watch of the registry lost");
         self.trace(|| format!("term {leader} has lost its watch of the registry"));
         let wait = self.long_delay();
@@ -213,9 +245,16 @@ impl World {
     /// Lets a term that has lost its watch list the registry again, as `inventory::follow` does.
     pub fn list_again(&mut self, term: u32) {
         let lost = self.terms.get_mut(&term);
-        let Some((guests, seen)) = lost.and_then(|term| term.missed.take()) else {
+        let Some((mut guests, seen)) = lost.and_then(|term| term.missed.take()) else {
             return;
         };
+        // A guest that came and is gone again is not in the list.
+        let records = &self.registered.records;
+        let is_listed = |guest: &String| {
+            let end = format!("/guests/{guest}");
+            records.keys().any(|key| key.ends_with(&end))
+        };
+        guests.boots.retain(is_listed);
         self.trace(|| format!("term {term} lists the registry again"));
         self.list_registry(&self.terms[&term].network, seen);
         self.tell(&BTreeSet::from([term]), &guests);
@@ -230,12 +269,12 @@ impl World {
 
     /// Tells the drivers of these terms that these guests have changed, as `Running::run` does: at
     /// most once in some seconds.
-    fn tell(&mut self, terms: &BTreeSet<u32>, guests: &BTreeSet<String>) {
+    fn tell(&mut self, terms: &BTreeSet<u32>, guests: &Changes) {
         let interval = Millis::try_from(LOOK_INTERVAL.as_millis()).expect("short");
         let mut looks = Vec::new();
         let drivers = self.drivers.iter_mut();
         for (id, driver) in drivers.filter(|(_, driver)| terms.contains(&driver.term)) {
-            driver.told.guests.extend(guests.iter().cloned());
+            driver.told.changes.extend(guests);
             let has_news = !guests.is_empty() || driver.following.has_changed();
             if has_news && !std::mem::replace(&mut driver.told.is_due, true) {
                 looks.push((*id, driver.told.looked + interval));
@@ -249,7 +288,7 @@ impl World {
     /// Checks the step of a driver that was told that these guests have changed: it calls them at
     /// once. Otherwise it would find the change minutes later, which no other check shows. `now` is
     /// the time of the step by the driver's clock.
-    pub fn check_look(&self, driver: &Driver, guests: &BTreeSet<String>, step: &Step, now: Millis) {
+    pub fn check_look(&self, driver: &Driver, changes: &Changes, step: &Step, now: Millis) {
         // Claims that have ended by themselves are released in the next step, which follows at
         // once.
         if step.wake_at.is_some_and(|at| at <= now) {
@@ -259,7 +298,9 @@ impl World {
         let rollout = &driver.rollout;
         let header = rollout.header();
         for (index, member) in rollout.members().iter().enumerate() {
-            if !guests.contains(&member.guest) {
+            let has_booted = changes.boots.contains(&member.guest);
+            let place = (member.host.clone(), member.guest.clone());
+            if !has_booted && !changes.keys.contains(&place) {
                 continue;
             }
             // A guest that boots, or loads a module, after each change has to wait.
@@ -270,7 +311,7 @@ impl World {
             });
             let is_meant = match member.state {
                 State::AsWanted { .. } => header.phase.has_desired_state(),
-                State::Claiming { .. } | State::Releasing { .. } => !waits,
+                State::Claiming { .. } | State::Releasing { .. } => has_booted && !waits,
                 _ => false,
             };
             let generation = member.generation;

@@ -339,6 +339,7 @@ impl World {
             let at = self.rng.u64(0..WINDOW);
             self.schedule(at, Event::Deed(deed, None));
         }
+        self.schedule(0, Event::HostsLook);
         self.run_until(begin + WINDOW);
         self.calm();
         self.run_until(self.now + 2);

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The terms of replicas that lead: elections, and the faults by which terms end.
 
-use std::collections::BTreeSet;
-
 use patchbay_fleet::rollout::Millis;
 use patchbay_fleet::storage::RecordKeys;
 use patchbay_fleet::store::{Fence, commit_all};
 
 use super::driver::{Driver, Stage};
 use super::network::Network;
+use super::registry::Changes;
 use super::world::{Event, World};
 
 /// The time in which one replica leads. Its drivers are killed and stopped together.
@@ -22,7 +21,7 @@ pub struct Term {
     pub network: Network,
     /// The guests that have changed since the term's watch of the registry was lost, and the
     /// revision at that time; `None` while the watch works.
-    pub missed: Option<(BTreeSet<String>, u64)>,
+    pub missed: Option<(Changes, u64)>,
     /// Its keys verify no record, so it runs no rollout.
     is_blind: bool,
     /// The time until which it does nothing.

@@ -51,6 +51,7 @@ pub enum Event {
     Arrive(usize, String),
     /// The hosts write into the registry what has changed.
     Register,
+    HostsLook,
     /// The `patchbayd` of a host is started again.
     Return(&'static str),
     Fault(WorldFault),
@@ -216,6 +217,7 @@ impl World {
             Event::Serve(index) => self.serve(index),
             Event::Arrive(index, host) => self.arrive(index, host),
             Event::Register => self.register(),
+            Event::HostsLook => self.look_at_guests(),
             Event::Return(host) => self.host_returns(host),
             Event::Fault(fault) => self.strike(fault),
             Event::Deed(deed, rollout) => self.act(deed, rollout.as_deref()),

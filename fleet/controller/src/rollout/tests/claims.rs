@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 
 use super::super::machine::{MAX_ATTEMPTS, MAX_BACKOFF};
 use super::*;
+use crate::hosts::News;
 
 #[test]
 fn the_wave_goes_on_without_a_guest_that_does_not_answer() {
@@ -104,7 +105,7 @@ fn a_guest_that_booted_again_is_changed_again_under_the_caps_or_left() {
         claim_all(&mut rollout, 0);
         rollout.step(1000);
         assert_eq!(rollout.header().phase, Phase::Completed);
-        rollout.look_again(None);
+        rollout.look_again(&News::default());
         let checks = rollout.step(700_000).actions;
         let check = |member| Action::Check {
             member,
@@ -288,7 +289,7 @@ fn a_guest_that_boots_soon_after_each_change_is_tried_more_slowly_and_then_left(
         let found = found(&format!("boot-{}", boot + 2), FoundClaims::None);
         rollout.checked(0, generation, found, now);
         // The guest registers.
-        rollout.look_again(None);
+        rollout.look_again(&News::default());
     }
 }
 

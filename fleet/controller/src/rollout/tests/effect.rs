@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::*;
+use crate::hosts::{KeysChanged, News};
 
 /// Returns the number of entries about drift in the timeline.
 fn drift(rollout: &Rollout) -> usize {
@@ -57,7 +58,7 @@ fn a_guest_on_which_claims_have_no_effect_is_asked_until_they_have() {
         member,
         generation: 1,
     };
-    next.look_again(None);
+    next.look_again(&News::default());
     assert_eq!(next.step(now).actions, [check(0), check(1)]);
     next.checked(0, 1, found("boot-1", FoundClaims::Made), now);
     let as_wanted = State::AsWanted { pause_us: 10 };
@@ -68,6 +69,36 @@ fn a_guest_on_which_claims_have_no_effect_is_asked_until_they_have() {
     claimed(&mut next, 1, made(1), now);
     next.undo("alice", now);
     assert_eq!(releases(&next.step(now)), [0, 1]);
+}
+
+#[test]
+fn a_guest_whose_keys_have_changed_is_asked_at_once() {
+    let mut rollout = started(&[3], Policy::default());
+    let keys = ["guest-1", "of no rollout"].map(|guest| KeysChanged {
+        host: "host-0".to_owned(),
+        guest: guest.to_owned(),
+    });
+    let news = News {
+        records: Some(vec![]),
+        keys: keys.to_vec(),
+    };
+    assert_eq!(claims(&rollout.step(0)), [0, 1, 2]);
+    claimed(&mut rollout, 0, made(10), 0);
+    claimed(&mut rollout, 1, failed(Failure::Busy), 0);
+    claimed(&mut rollout, 2, made(10), 0);
+    // A guest that refuses its claims waits, although its keys change.
+    let waits = rollout.step(0);
+    rollout.look_again(&news);
+    assert_eq!(rollout.step(0), waits);
+    assert_eq!(claims(&rollout.step(1000)), [1]);
+    claimed(&mut rollout, 1, made(10), 1000);
+    assert_eq!(rollout.step(1000).actions, []);
+    rollout.look_again(&news);
+    let check = Action::Check {
+        member: 1,
+        generation: 2,
+    };
+    assert_eq!(rollout.step(1000).actions, [check]);
 }
 
 #[test]

@@ -6,6 +6,7 @@ use patchbay_access::policy::Policy as AccessPolicy;
 use patchbay_proto::fleet::v1::GuestPhase;
 
 use super::*;
+use crate::hosts::News;
 use crate::sight::Sight;
 use crate::view;
 
@@ -32,7 +33,7 @@ fn completed() -> Rollout {
 #[test]
 fn a_guest_that_does_not_answer_is_unknown_until_it_does() {
     let mut rollout = completed();
-    rollout.look_again(None);
+    rollout.look_again(&News::default());
     assert_eq!(checks(&rollout.step(2000)), [0, 1]);
     let boot = rollout.members()[1].boot.clone();
     rollout.take_changes();
@@ -63,14 +64,14 @@ fn a_guest_that_does_not_answer_is_unknown_until_it_does() {
 fn a_guest_that_registers_is_asked_at_once_even_if_it_boots_often() {
     let mut rollout = completed();
     let generation = |rollout: &Rollout| rollout.members()[0].generation;
-    rollout.look_again(None);
+    rollout.look_again(&News::default());
     assert_eq!(checks(&rollout.step(2000)), [0, 1]);
     let booted = found("boot-2", FoundClaims::None);
     rollout.checked(0, generation(&rollout), booted, 2000);
     assert_eq!(claims(&rollout.step(30_000)), [0]);
     claimed(&mut rollout, 0, made(10), 30_000);
     for now in [40_000, 40_001] {
-        rollout.look_again(None);
+        rollout.look_again(&News::default());
         assert!(checks(&rollout.step(now)).contains(&0), "{now}");
         rollout.checked(0, generation(&rollout), None, now);
         assert!(rollout.members()[0].is_unknown());
@@ -110,7 +111,7 @@ fn the_api_tells_what_is_unknown_from_what_is_as_wanted() {
     let mut rollout = completed();
     let policy = AccessPolicy::parse("rules: [{name: a, principals: ['*'], role: viewer}]");
     let policy = policy.expect("a policy");
-    rollout.look_again(None);
+    rollout.look_again(&News::default());
     assert_eq!(checks(&rollout.step(2000)), [0, 1]);
     rollout.checked(0, 1, None, 3000);
     let shown = view::rollout(&rollout, true, &Sight::new(&policy, "alice"), 1);

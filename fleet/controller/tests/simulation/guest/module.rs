@@ -41,6 +41,7 @@ impl Guest {
             return;
         }
         self.loads += 1;
+        self.own_changes += 1;
         self.is_settled = false;
         self.kinds.remove(MODULE_KEY);
         let (_, name) = MODULE_KEY.split_once(':').expect("it has a module");
@@ -53,6 +54,7 @@ impl Guest {
 
     /// Unloads the module, which ends everybody's claims on its key.
     pub fn unload_module(&mut self) {
+        self.own_changes += 1;
         self.is_settled = false;
         assert_eq!(self.vm.delete_module(MODULE), 0);
         self.kinds.insert(MODULE_KEY, Kind::Missing);
