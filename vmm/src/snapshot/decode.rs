@@ -144,7 +144,7 @@ mod tests {
         requests.push(request(4));
         let state = MachineState {
             memory_bytes: 1 << 40,
-            memory_digest: vec![1; 32],
+            memory_digest: vec![1; 8],
             vcpus: vec![VcpuState::default(); 16],
             irqchips: vec![vec![1; 520]; 3],
             devices: vec![device; 6],
