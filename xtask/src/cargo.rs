@@ -122,17 +122,18 @@ pub fn build_benchmark(package: &str, target: &str) -> Result<Vec<TestBinary>> {
     executables(cargo("bench").args(arguments))
 }
 
-/// Builds the simulation of a fleet in the release profile.
-pub fn build_simulation() -> Result<Vec<TestBinary>> {
-    let arguments = [
-        "--no-run",
-        "--release",
-        "--package",
-        "patchbay-fleet",
-        "--test",
-        "simulation",
-    ];
-    executables(cargo("test").args(arguments))
+/// Builds the simulation of a fleet, in the repository or in a copy of it. `profile` is an option
+/// of cargo, or nothing.
+pub fn build_simulation(tree: &Path, profile: &[&str]) -> Result<TestBinary> {
+    let mut command = cargo("test");
+    command.arg("--no-run").args(profile);
+    command.args(["--package", "patchbay-fleet", "--test", "simulation"]);
+    // A copy has most of its dependencies in common with the repository.
+    command
+        .current_dir(tree)
+        .env("CARGO_TARGET_DIR", host::target());
+    let built = executables(&mut command)?.into_iter().next();
+    built.context("cargo built no simulation")
 }
 
 /// Returns all executables, except those of `others` whose target `first` already has in another

@@ -18,6 +18,7 @@ mod installed;
 mod kernel;
 mod kernel_config;
 mod kernel_tree;
+mod mutants;
 mod package;
 mod package_trial;
 mod root_disk;
@@ -84,6 +85,10 @@ enum Task {
         /// The first seed; a single one prints its events
         #[arg(long, value_name = "S")]
         seed: Option<u64>,
+        /// Put each of the faults in fleet/controller/tests/simulation/mutants alone into a copy of
+        /// the code, and check that its seed finds it
+        #[arg(long, conflicts_with_all = ["seeds", "seed"])]
+        mutants: bool,
     },
     /// Run a command in an emulated computer with working KVM that sees this machine's files
     Lab {
@@ -206,7 +211,8 @@ fn run(task: Task) -> Result<ExitCode> {
         }
         Task::Bench { name, arguments } => bench::run(name.as_deref(), &arguments),
         Task::Fuzz { target, seconds } => fuzz::run(target.as_deref(), seconds),
-        Task::Simulate { seeds, seed } => simulate::run(seed, seeds),
+        Task::Simulate { mutants: true, .. } => mutants::run(),
+        Task::Simulate { seeds, seed, .. } => simulate::run(seed, seeds),
         Task::Stubs => {
             stubs::write()?;
             Ok(ExitCode::SUCCESS)
