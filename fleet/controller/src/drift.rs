@@ -392,9 +392,9 @@ async fn fix(
             Some(validate(running, &host, &guest.1, generation, by.principal).await)
         })
         .buffered(FAN_OUT);
-    let prepared: Vec<Option<Member>> = validated.collect().await;
+    let validated: Vec<Option<Member>> = validated.collect().await;
     let (mut added, mut reasons) = (Vec::new(), BTreeMap::new());
-    for member in prepared.into_iter().flatten() {
+    for member in validated.into_iter().flatten() {
         match by.may_extend(running, &member) {
             Ok(()) => added.push(member),
             Err(why) => {
@@ -499,13 +499,13 @@ pub async fn change_late(
         principal: starter,
     };
     let late = late(hosts, &running.spec, &snapshot.current).await;
-    let prepared =
+    let validated =
         futures_util::stream::iter(late)
             .map(|(host, status)| async move {
                 validate(running, &host, &status.guest, 1, starter).await
             })
             .buffered(FAN_OUT);
-    let mut added: Vec<Member> = prepared.collect().await;
+    let mut added: Vec<Member> = validated.collect().await;
     let mut waiting = Vec::new();
     // A guest that is left out may not have booted yet, so it remains drift.
     added.retain(|member| {

@@ -118,7 +118,7 @@ impl Metrics {
             inner.changes.clone(),
         );
         registry.register_with_unit(
-            "commit_pause",
+            "claim_pause",
             "Time that changes stopped their guests, as the guests report it",
             Unit::Seconds,
             inner.pauses.clone(),
