@@ -78,18 +78,7 @@ enum Task {
         seconds: u64,
     },
     /// Run the simulation of a fleet with faults; the tests include a short run of it
-    Simulate {
-        /// The number of seeds [default: 10000, or 1 with --seed]
-        #[arg(long, value_name = "N")]
-        seeds: Option<u64>,
-        /// The first seed; a single one prints its events
-        #[arg(long, value_name = "S")]
-        seed: Option<u64>,
-        /// Put each of the faults in fleet/controller/tests/simulation/mutants alone into a copy of
-        /// the code, and check that its seed finds it
-        #[arg(long, conflicts_with_all = ["seeds", "seed"])]
-        mutants: bool,
-    },
+    Simulate(simulate::Options),
     /// Run a command in an emulated computer with working KVM that sees this machine's files
     Lab {
         /// Give up if the command has not ended after this many seconds
@@ -211,8 +200,7 @@ fn run(task: Task) -> Result<ExitCode> {
         }
         Task::Bench { name, arguments } => bench::run(name.as_deref(), &arguments),
         Task::Fuzz { target, seconds } => fuzz::run(target.as_deref(), seconds),
-        Task::Simulate { mutants: true, .. } => mutants::run(),
-        Task::Simulate { seeds, seed, .. } => simulate::run(seed, seeds),
+        Task::Simulate(options) => simulate::run(options),
         Task::Stubs => {
             stubs::write()?;
             Ok(ExitCode::SUCCESS)

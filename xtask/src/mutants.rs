@@ -141,7 +141,8 @@ fn find(tree: &Path, mutant: &Mutant) -> Result<Option<u64>> {
     // One seed takes less time than the build, which is quicker in the dev profile.
     let test = cargo::build_simulation(tree, &[])?;
     let fails = |first: u64, seeds: u64| -> Result<Option<u64>> {
-        let mut command = simulate::command(&test, first, seeds);
+        let values = [first, seeds].map(|value| value.to_string());
+        let mut command = simulate::command(&test, values);
         let output = command.stdout(Stdio::null()).output()?;
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
         // The run prints each broken seed as "seed N, after", and the panic of the test the first.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests that xtask works on the repository in which it is called, wherever it was built.
+//! Tests that xtask works on the repository in which it is called, wherever it was built, and what
+//! it says about wrong arguments.
 
 use std::fs;
 use std::path::Path;
@@ -52,4 +53,22 @@ fn outside_a_repository_it_says_so() {
     assert_eq!(output.status.code(), Some(1));
     let error = String::from_utf8(output.stderr).unwrap();
     assert!(error.contains("no repository of Patchbay"), "{error}");
+}
+
+/// Checks the messages about wrong arguments, which are printed before anything is built.
+#[test]
+fn wrong_arguments_of_the_simulation_are_refused_with_a_reason() {
+    for (words, part) in [
+        (&["--seed", "first"][..], "'first' for '--seed <S>'"),
+        (&["--seed=-1"], "'-1' for '--seed <S>'"),
+        (&["--seeds", "0"], "'0' for '--seeds <N>'"),
+        (&["--seeds"], "a value is required for '--seeds <N>'"),
+        (&["4155"], "unexpected argument '4155'"),
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_xtask"));
+        let output = command.arg("simulate").args(words).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{words:?}");
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(error.contains(part), "{words:?}: {error}");
+    }
 }
