@@ -334,11 +334,17 @@ impl Controller {
             0 => Ok(()),
             count => {
                 let next = match (is_report, drift.phase.as_str()) {
+                    (true, "completed") => "; change them with --fix, or accept them with --adopt",
+                    // The rollout does not tell whether it is the policy that demands approvals.
                     (true, "paused") => {
-                        "; accept them with --adopt, or resume the rollout and then change them \
-                         with --fix"
+                        "; resume the rollout and then change them with --fix, or accept them with \
+                         --adopt, which a policy that demands approvals allows only once the \
+                         rollout is completed"
                     }
-                    (true, _) => "; change them with --fix, or accept them with --adopt",
+                    (true, _) => {
+                        "; change them with --fix, or accept them with --adopt, which a policy \
+                         that demands approvals allows only once the rollout is completed"
+                    }
                     (false, _) => "",
                 };
                 let message = format!("{count} differences from the rollout{next}");
@@ -429,10 +435,7 @@ fn partly(rollout: &view::Rollout) -> Result<(), Failure> {
     let (parts, name) = (parts.join(", and "), &rollout.name);
     Err(Failure::new(
         PARTLY,
-        format!(
-            "{parts}; `patchbay rollout explain {name} GUEST` says why, and `patchbay rollout \
-             forget {name} GUEST` gives a guest up"
-        ),
+        format!("{parts}; `patchbay rollout explain {name} GUEST` says why, and what you can do"),
     ))
 }
 

@@ -250,9 +250,11 @@ fn a_guest_that_is_not_as_wanted_yet_is_forgotten() {
         "{out}"
     );
     assert!(
-        said.contains("1 guest is not yet as wanted") && said.contains("rollout forget net GUEST"),
+        said.contains("1 guest is not yet as wanted") && said.contains("rollout explain net GUEST"),
         "{said}"
     );
+    let why = fleet.ok(&fleet.words(&["explain", "net", "test"]));
+    assert!(why.contains("or `rollout forget` gives it up"), "{why}");
     assert_eq!(fleet.lab.guest.count("alpha"), 1);
     fleet.ok(&fleet.words(&["forget", "net", "test", "--host", "here"]));
     let shown = fleet.ok(&fleet.words(&["status", "net"]));

@@ -495,7 +495,7 @@ impl RolloutService for Api {
         let mut guest = view::guest(rollout.header(), index, &members[index]);
         let sight = caller.sight();
         let hidden = sight.hidden(&rollout);
-        let reasons = view::explain(&rollout, index, now()).into_iter();
+        let reasons = view::explain(&rollout, index, now(), caller.policy()).into_iter();
         let mut reasons: Vec<String> = reasons.map(|reason| hidden.shown(&reason)).collect();
         if !caller.sees_addresses(&rollout) {
             let texts = reasons.iter_mut().chain([&mut guest.message]);

@@ -16,7 +16,7 @@ use std::path::PathBuf;
 use patchbay_access::audit::{Audit, Entry, Pending};
 use patchbay_access::policy::{Decision, Demand, LivePolicy, Policy, Question, Role, Want};
 
-use crate::rollout::{Member, NotLegal, Phase, Rollout, State, Verb};
+use crate::rollout::{Member, NotLegal, Phase, Rollout, State, Terms, Verb};
 use crate::runner::{Command, NoAnswer, NotDeleted, Running};
 use crate::sight::Sight;
 
@@ -280,7 +280,7 @@ impl Authority {
     }
 
     /// Decides about the command, counts it against the caps, and returns the rule that allows it.
-    fn decide(
+    pub(crate) fn decide(
         &self,
         principal: &str,
         rollout: &Rollout,
@@ -385,12 +385,26 @@ pub fn operates(policy: &Policy, principal: &str, rollout: &Rollout) -> bool {
     policy.decide_without_caps(&question).is_allowed()
 }
 
-/// Returns the number of approvals that the rollout needs.
-pub fn approvals_needed(policy: &Policy, rollout: &Rollout) -> usize {
-    let demand = about("", rollout, concerned(rollout), |question, _| {
-        demand(policy, question)
-    });
-    needed(&demand, rollout)
+/// Returns the conditions that the policy imposes on the commands for the rollout.
+pub fn terms(policy: &Policy, rollout: &Rollout) -> Terms {
+    about("", rollout, concerned(rollout), |question, _| {
+        let demand = demand(policy, question);
+        let by = rollout.header().approvals.iter().map(String::as_str);
+        Terms {
+            needed: needed(&demand, rollout),
+            approved: counted(policy, question, rollout, by).len(),
+            may_promote: check_promotion(policy, question).is_ok(),
+            may_forget: check_leaving(policy, question, rollout).is_ok(),
+        }
+    })
+}
+
+/// Returns whether the policy allows in this phase that the rollout accepts the member's guest as
+/// it is.
+pub fn may_accept(policy: &Policy, rollout: &Rollout, member: &Member) -> bool {
+    about("", rollout, [member], |question, _| {
+        check_leaving(policy, question, rollout).is_ok()
+    })
 }
 
 /// Returns the number of approvals that the rollout needs if the policy has this demand.
@@ -437,20 +451,11 @@ fn check_approvals(
     question: &Question<'_>,
     rollout: &Rollout,
 ) -> Result<(), Refused> {
-    let (header, demand) = (rollout.header(), demand(policy, question));
+    let demand = demand(policy, question);
     let needed = needed(&demand, rollout);
-    let counts = |by: &&str| {
-        let is_planner = *by == header.planned_by();
-        let asked = Question {
-            principal: by,
-            ..question.clone()
-        };
-        (demand.planner_may_approve || !is_planner)
-            && policy.decide_without_caps(&asked).is_allowed()
-    };
-    let people = header.approvals.iter().map(String::as_str);
-    let people: BTreeSet<&str> = people.chain([question.principal]).collect();
-    let given = people.iter().filter(|by| counts(by)).count();
+    let people = rollout.header().approvals.iter().map(String::as_str);
+    let people = people.chain([question.principal]);
+    let given = counted(policy, question, rollout, people).len();
     if given >= needed {
         return Ok(());
     }
@@ -462,6 +467,26 @@ fn check_approvals(
         "{given} of {needed} people who may change the rollout have approved the plan{planner}; \
          someone else must run `rollout approve` first"
     )))
+}
+
+/// Returns those of the people whose approval of the rollout counts.
+fn counted<'a>(
+    policy: &Policy,
+    question: &Question<'_>,
+    rollout: &Rollout,
+    people: impl Iterator<Item = &'a str>,
+) -> BTreeSet<&'a str> {
+    let demand = demand(policy, question);
+    let counts = |by: &&str| {
+        let is_planner = *by == rollout.header().planned_by();
+        let asked = Question {
+            principal: by,
+            ..question.clone()
+        };
+        (demand.planner_may_approve || !is_planner)
+            && policy.decide_without_caps(&asked).is_allowed()
+    };
+    people.filter(counts).collect()
 }
 
 /// Checks that a promotion skips no gates whose approval the policy demands.

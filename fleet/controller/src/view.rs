@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Converts rollouts to the messages of `patchbay.fleet.v1`.
 
+mod explain;
 mod standing;
 
 use patchbay_proto::fleet::v1;
@@ -8,7 +9,7 @@ use patchbay_proto::fleet::v1;
 use crate::clock::{now, timestamp};
 use crate::drift::{Cause, Drift};
 use crate::rollout::{
-    End, Failure, Header, Member, Millis, Phase, Rollout, Stage, State, TimelineEntry, Wave,
+    End, Header, Member, Phase, Rollout, Stage, State, Terms, TimelineEntry, Wave,
 };
 use crate::sight::Sight;
 
@@ -23,6 +24,7 @@ fn number(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
 }
 
+pub use self::explain::explain;
 pub use self::standing::{diff, keys};
 
 pub fn phase(phase: Phase) -> v1::Phase {
@@ -37,9 +39,9 @@ pub fn phase(phase: Phase) -> v1::Phase {
     }
 }
 
-/// Converts a rollout, with or without its guests, that needs this number of approvals. Guests that
-/// `sight` does not include are left out.
-pub fn rollout(rollout: &Rollout, guests: bool, sight: &Sight<'_>, needed: usize) -> v1::Rollout {
+/// Converts a rollout, with or without its guests. Guests that `sight` does not include are left
+/// out.
+pub fn rollout(rollout: &Rollout, guests: bool, sight: &Sight<'_>, terms: &Terms) -> v1::Rollout {
     let header = rollout.header();
     let wave = |wave: &Wave| self::wave(header, wave, sight.of(&rollout.members()[wave.members()]));
     let members = rollout.members().iter().enumerate();
@@ -56,7 +58,7 @@ pub fn rollout(rollout: &Rollout, guests: bool, sight: &Sight<'_>, needed: usize
         waves: header.waves.iter().map(wave).collect(),
         guests: if guests { members.collect() } else { vec![] },
         approvals: header.approvals.clone(),
-        approvals_needed: number(needed),
+        approvals_needed: number(terms.needed),
         timeline: header.timeline.iter().map(entry).collect(),
         stage: standing::stage(header.phase).into(),
         gates: rollout
@@ -64,7 +66,7 @@ pub fn rollout(rollout: &Rollout, guests: bool, sight: &Sight<'_>, needed: usize
             .into_iter()
             .map(standing::gate)
             .collect(),
-        next_steps: standing::next_steps(rollout.next_steps(now())),
+        next_steps: standing::next_steps(rollout.next_steps(now(), terms)),
         keys: standing::keys(sight.of(rollout.members())),
         guarded: match guests {
             true => standing::guarded(sight.of(rollout.members())),
@@ -216,126 +218,5 @@ pub fn drift(drift: &Drift) -> v1::Drift {
         desired: drift.desired.clone(),
         actual: drift.actual.clone(),
         left: drift.left.clone().unwrap_or_default(),
-    }
-}
-
-/// Returns the time since when the member is in its state, as the rest of a sentence; empty if it
-/// is not known.
-fn since(member: &Member) -> String {
-    let since = member.since.map(timestamp);
-    since.map_or_else(String::new, |since| format!(" since {since}"))
-}
-
-/// Explains why the guest is in its state, and how that can change.
-pub fn explain(rollout: &Rollout, index: usize, now: Millis) -> Vec<String> {
-    let (header, member) = (rollout.header(), &rollout.members()[index]);
-    let mut reasons = Vec::new();
-    match &member.state {
-        State::Skipped { why } => reasons.push(format!("the plan leaves it out: {why}")),
-        State::Pending => explain_pending(rollout, index, now, &mut reasons),
-        State::Superseded => reasons.push("it is in a later wave too, which counts".to_owned()),
-        State::Claiming { again: false } => reasons.push("it is being changed".to_owned()),
-        State::Claiming { again: true } => reasons.push(format!(
-            "it is not yet as wanted{}, and is tried again",
-            since(member)
-        )),
-        State::AsWanted { .. } if member.is_unknown() => reasons.push(format!(
-            "{UNANSWERED}{}; it is asked again at growing intervals, and at once when its host \
-             registers, and `rollout forget` gives it up",
-            since(member)
-        )),
-        State::AsWanted { pause_us } => {
-            reasons.push(format!("it is as wanted; it was stopped for {pause_us} us"));
-        }
-        State::NotYet { failure, why } => {
-            let next = match (header.phase, failure) {
-                (_, Failure::NoRecord) => {
-                    "nothing is sent to it; look at its keys, and then accept them with \
-                     `rollout drift --adopt` or give the guest up with `rollout forget`"
-                }
-                (_, Failure::Ineffective) => {
-                    "nothing is sent to it while it has the claims; `rollout drift --fix` makes \
-                     them again"
-                }
-                (Phase::Paused, _) => "it is tried again after a resume",
-                (_, Failure::Refused) => {
-                    "it is tried again at growing intervals, and at once when a host or guest \
-                     registers"
-                }
-                (_, Failure::Busy | Failure::Unknown) => "it is tried again",
-            };
-            let since = since(member);
-            reasons.push(format!("it is not yet as wanted{since}: {why}; {next}"));
-        }
-        State::Releasing { why } if why.is_empty() => {
-            reasons.push("its claims are being ended".to_owned());
-        }
-        State::Releasing { why } => reasons.push(format!(
-            "its claims are not ended yet{}: {why}; this is tried again until the guest confirms \
-             it, or `rollout forget` gives the guest up",
-            since(member)
-        )),
-        State::Released { void: true } => {
-            reasons.push("the claims had ended before, with their TTL or a reboot".to_owned());
-        }
-        State::Released { void: false } => reasons.push("its claims have ended".to_owned()),
-        State::Adopted => reasons.push(
-            "it drifted and was taken as it is; the rollout wants nothing of it any more"
-                .to_owned(),
-        ),
-        State::Forgotten => {
-            reasons.push("a person has given it up; it may still have the change".to_owned())
-        }
-    }
-    reasons
-}
-
-fn explain_pending(rollout: &Rollout, index: usize, now: Millis, reasons: &mut Vec<String>) {
-    let header = rollout.header();
-    let wave = header.wave_of(index).unwrap_or_default();
-    match header.phase {
-        Phase::Planned => {
-            let (given, needed) = (header.approvals.len(), header.policy.approvals.max(1));
-            reasons.push(format!(
-                "the rollout is planned and has {given} of {needed} approvals; start it"
-            ));
-        }
-        Phase::Paused => {
-            let next = match rollout.may_promote() {
-                true => "resume or promote it",
-                false => "resume it",
-            };
-            reasons.push(format!("the rollout is paused: {}; {next}", header.message));
-        }
-        Phase::Completed | Phase::Ended(_) | Phase::Reverting(_) => {
-            reasons.push(format!("the rollout is {}", header.phase.name()));
-        }
-        Phase::Running(_) if wave > header.wave => {
-            let (its, current) = (&header.waves[wave].name, &header.waves[header.wave]);
-            let mut reason = format!(
-                "it is in wave {its}, and wave {} is in progress",
-                current.name
-            );
-            if let Some(until) = current.bakes_until.filter(|&until| now < until) {
-                reason += &format!(
-                    "; that bakes for another {} s",
-                    (until - now).div_ceil(1000)
-                );
-            }
-            reasons.push(reason);
-        }
-        Phase::Running(_) => reasons
-            .push("the caps do not allow one more guest to change at the same time".to_owned()),
-    }
-    if let Some(freeze) = header.policy.frozen(now) {
-        let seconds = (freeze.until - now).div_ceil(1000);
-        reasons.push(format!("a freeze ends in {seconds} s: {}", freeze.reason));
-    }
-    if rollout.members()[index].may_be_changed() {
-        reasons.push(
-            "an earlier call may have changed it; an undo asks for its release, and `rollout \
-             forget` gives it up"
-                .to_owned(),
-        );
     }
 }

@@ -14,7 +14,7 @@ use patchbay_proto::fleet::v1;
 use tonic::{Code, Request, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
-use crate::authority::{Refused, approvals_needed, may_view, operates};
+use crate::authority::{Refused, may_view, operates, terms};
 use crate::controller::Controller;
 use crate::rollout::Rollout;
 use crate::runner::NoAnswer;
@@ -46,6 +46,10 @@ impl Caller {
         Self { identity, policy }
     }
 
+    pub fn policy(&self) -> &Policy {
+        &self.policy
+    }
+
     pub fn principal(&self) -> &str {
         &self.identity.principal
     }
@@ -57,8 +61,8 @@ impl Caller {
     /// Converts a rollout, with or without its guests, and leaves out what the caller may not see.
     pub fn shown(&self, rollout: &Rollout, guests: bool) -> v1::Rollout {
         let sight = self.sight();
-        let needed = approvals_needed(&self.policy, rollout);
-        let mut shown = view::rollout(rollout, guests, &sight, needed);
+        let terms = terms(&self.policy, rollout);
+        let mut shown = view::rollout(rollout, guests, &sight, &terms);
         if !sight.sees_all {
             let hidden = sight.hidden(rollout);
             shown.message = hidden.shown(&shown.message);

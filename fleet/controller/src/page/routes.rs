@@ -170,7 +170,7 @@ async fn respond(
             let rollout = running.rollout();
             let sight = Sight::new(&policy, principal);
             let hidden = sight.hidden(&rollout);
-            let reasons = rows::explain(&rollout, host, guest, now());
+            let reasons = rows::explain(&rollout, host, guest, now(), &policy);
             let reasons = reasons.map(|reasons| {
                 let shown = reasons.iter().map(|reason| hidden.shown(reason));
                 shown.collect::<Vec<_>>()

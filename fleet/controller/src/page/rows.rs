@@ -86,10 +86,16 @@ fn row(rollout: &Rollout, index: usize, member: &Member) -> GuestRow {
 
 /// Returns the reasons for the state of the guest's last member; `None` if the rollout has no such
 /// guest.
-pub fn explain(rollout: &Rollout, host: &str, guest: &str, now: Millis) -> Option<Vec<String>> {
+pub fn explain(
+    rollout: &Rollout,
+    host: &str,
+    guest: &str,
+    now: Millis,
+    policy: &Policy,
+) -> Option<Vec<String>> {
     let mut members = rollout.members().iter();
     let index = members.rposition(|member| member.host == host && member.guest == guest)?;
-    Some(view::explain(rollout, index, now))
+    Some(view::explain(rollout, index, now, policy))
 }
 
 #[derive(Serialize)]

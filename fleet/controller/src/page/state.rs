@@ -11,7 +11,7 @@ use serde::Serialize;
 use super::Shared;
 use super::sight::{Hidden, Sight};
 use super::standing::{self, Gate, Keys, Safety};
-use crate::authority::{Verdicts, approvals_needed};
+use crate::authority::{Verdicts, terms};
 use crate::controller::Leadership;
 use crate::rollout::{
     Header, Member, Millis, NextStep, NotLegal, Phase, Rollout, Stage, State, TimelineEntry, Verb,
@@ -242,6 +242,7 @@ fn detail(
     let waves = header.waves.iter().enumerate();
     let mut named = MAX_TROUBLED;
     let frozen = header.policy.frozen(now());
+    let terms = terms(policy, rollout);
     Some(Detail {
         name: header.name.clone(),
         title: header.title.clone(),
@@ -250,7 +251,7 @@ fn detail(
         digest: header.digest.clone(),
         created: header.created,
         approvals: header.approvals.clone(),
-        approvals_needed: approvals_needed(policy, rollout),
+        approvals_needed: terms.needed,
         counts: Counts::of(sight.of(rollout.members())),
         waves: waves
             .map(|(index, _)| wave(header, index, rollout.members(), sight, &mut named))
@@ -261,7 +262,7 @@ fn detail(
         keys: standing::keys(sight.of(rollout.members())),
         hosts: hosts(sight.of(rollout.members())),
         gates: standing::gates(rollout, &hidden),
-        next_steps: rollout.next_steps(now()),
+        next_steps: rollout.next_steps(now(), &terms),
         commands: commands(policy, principal, rollout, &hidden),
         timeline: header
             .timeline

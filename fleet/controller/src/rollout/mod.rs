@@ -77,9 +77,9 @@ pub use self::machine::{Action, Step};
 pub use self::policy::{
     AfterReboot, AgentLimits, Caps, ErrorsOf, Freeze, OnFailure, Policy, WaveGate, WaveGateKind,
 };
-pub use self::standing::{GateStanding, NextStep, Standing};
-pub(crate) use self::state::NO_RECORD;
+pub use self::standing::{GateStanding, NextStep, Standing, Terms};
 pub use self::state::{
     Changes, End, Event, Failure, Header, Health, LeftOut, Member, Millis, Phase, Plan, Record,
     Rollout, Stage, State, TimelineEntry, Wave,
 };
+pub(crate) use self::state::{NO_RECORD, NO_RECORD_ADVICE};

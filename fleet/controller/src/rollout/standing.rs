@@ -39,6 +39,18 @@ pub struct NextStep {
     pub effect: String,
 }
 
+/// The conditions that the controller's policy imposes on the commands for a rollout, in addition
+/// to its phase.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Terms {
+    /// The number of approvals that the rollout needs.
+    pub needed: usize,
+    /// The number of approvals that were given and count.
+    pub approved: usize,
+    pub may_promote: bool,
+    pub may_forget: bool,
+}
+
 impl Rollout {
     /// Returns the state of each gate of the spec in the current wave.
     pub fn gate_standings(&self) -> Vec<GateStanding> {
@@ -83,7 +95,8 @@ impl Rollout {
     }
 
     /// Returns the commands that are legal now and change something, the most likely one first.
-    pub fn next_steps(&self, now: Millis) -> Vec<NextStep> {
+    pub fn next_steps(&self, now: Millis, terms: &Terms) -> Vec<NextStep> {
+        let may_promote = terms.may_promote && self.may_promote();
         let step = |command, effect: String| NextStep { command, effect };
         let undo = || step("undo", self.undo_effect());
         let forget = || {
@@ -92,11 +105,11 @@ impl Rollout {
         };
         let pause = || step("pause", "starts no further changes".to_owned());
         match self.header.phase {
-            Phase::Planned => self.next_of_a_plan(),
+            Phase::Planned => self.next_of_a_plan(terms),
             Phase::Running(Stage::Changing) => vec![pause(), undo()],
             Phase::Running(Stage::Baking | Stage::Gating) => {
                 let mut steps = vec![pause(), undo()];
-                if self.may_promote() {
+                if may_promote {
                     steps.insert(0, step("promote", self.promote_effect(now)));
                 }
                 steps
@@ -108,7 +121,7 @@ impl Rollout {
                 };
                 let resume = format!("tries the guests again that are not as wanted{gates}");
                 let mut steps = vec![step("resume", resume), undo()];
-                if self.may_promote() {
+                if may_promote {
                     steps.push(step("promote", self.promote_effect(now)));
                 }
                 steps
@@ -118,7 +131,7 @@ impl Rollout {
                 match self.members.iter().any(is_late) {
                     true => {
                         let effect = "reads the guests; --fix makes claims again where they were \
-                                      lost";
+                                      lost, and --adopt accepts the guests as they are";
                         vec![step("drift", effect.to_owned()), forget(), undo()]
                     }
                     false => vec![undo()],
@@ -135,8 +148,8 @@ impl Rollout {
         }
     }
 
-    fn next_of_a_plan(&self) -> Vec<NextStep> {
-        let (given, needed) = (self.header.approvals.len(), self.header.policy.approvals);
+    fn next_of_a_plan(&self, terms: &Terms) -> Vec<NextStep> {
+        let (given, needed) = (terms.approved, terms.needed);
         let wave = self.header.waves.first();
         let (name, guests) = wave.map_or(("", 0), |wave| (&*wave.name, wave.count));
         let first = match given + 1 < needed {

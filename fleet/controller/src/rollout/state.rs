@@ -129,6 +129,9 @@ pub enum State {
 pub(crate) const NO_RECORD: &str = "the guest confirmed the claims in this boot, and has no record of them \
                          now; look at its keys, and then give it up with `rollout forget`";
 
+/// The part of [`NO_RECORD`] that names a command.
+pub(crate) const NO_RECORD_ADVICE: &str = ", and then give it up with `rollout forget`";
+
 impl State {
     /// Returns the state of a guest that has lost its record of the claims.
     pub(crate) fn no_record() -> Self {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests the machine step by step.
 
+mod advice;
 mod claims;
 mod effect;
 mod events;

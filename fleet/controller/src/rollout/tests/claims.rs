@@ -202,7 +202,11 @@ fn a_guest_that_waits_for_another_attempt_can_be_given_up_in_a_pause() {
         rollout.pause("alice", 0).expect("runs");
         claimed(&mut rollout, 0, refusal, 0);
         assert_eq!(rollout.members()[0].state, State::Pending);
-        let reasons = |index| crate::view::explain(&rollout, index, 0).join("; ");
+        let policy = patchbay_access::policy::Policy::parse(
+            "rules: [{name: a, principals: ['*'], role: operator}]",
+        );
+        let policy = policy.expect("a policy");
+        let reasons = |index| crate::view::explain(&rollout, index, 0, &policy).join("; ");
         assert!(reasons(0).contains("rollout forget"), "{}", reasons(0));
         assert!(!reasons(1).contains("rollout forget"), "{}", reasons(1));
         let generation = rollout.members()[0].generation;

@@ -2,7 +2,7 @@
 //! Tests the states of gates and the next steps that a rollout reports.
 
 use super::*;
-use crate::rollout::{Event, Standing};
+use crate::rollout::{Event, Standing, Terms};
 
 fn prometheus() -> Policy {
     let query = WaveGateKind::Prometheus {
@@ -32,14 +32,27 @@ fn standing(rollout: &Rollout) -> Standing {
     gate.standing.clone()
 }
 
+/// Returns the conditions of a policy that demands nothing.
+fn terms(rollout: &Rollout) -> Terms {
+    Terms {
+        needed: rollout.header().policy.approvals.max(1),
+        approved: rollout.header().approvals.len(),
+        may_promote: true,
+        may_forget: true,
+    }
+}
+
 fn next(rollout: &Rollout, now: Millis) -> Vec<(&'static str, String)> {
-    let steps = rollout.next_steps(now).into_iter();
+    let steps = rollout.next_steps(now, &terms(rollout)).into_iter();
     steps.map(|step| (step.command, step.effect)).collect()
 }
 
 /// Checks that every command that is offered is legal, and that undo is offered wherever it is.
 fn check_offers(rollout: &Rollout, now: Millis) {
-    let offered: Vec<_> = rollout.next_steps(now).into_iter().collect();
+    let offered: Vec<_> = rollout
+        .next_steps(now, &terms(rollout))
+        .into_iter()
+        .collect();
     for verb in Verb::ALL {
         let is_offered = offered.iter().any(|step| step.command == verb.name());
         let is_legal = rollout.would_change(verb, "alice").is_ok();

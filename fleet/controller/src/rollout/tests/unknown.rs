@@ -6,6 +6,7 @@ use patchbay_access::policy::Policy as AccessPolicy;
 use patchbay_proto::fleet::v1::GuestPhase;
 
 use super::*;
+use crate::authority::terms;
 use crate::hosts::News;
 use crate::sight::Sight;
 use crate::view;
@@ -114,7 +115,12 @@ fn the_api_tells_what_is_unknown_from_what_is_as_wanted() {
     rollout.look_again(&News::default());
     assert_eq!(checks(&rollout.step(2000)), [0, 1]);
     rollout.checked(0, 1, None, 3000);
-    let shown = view::rollout(&rollout, true, &Sight::new(&policy, "alice"), 1);
+    let shown = view::rollout(
+        &rollout,
+        true,
+        &Sight::new(&policy, "alice"),
+        &terms(&policy, &rollout),
+    );
     let wave = &shown.waves[0];
     assert_eq!((wave.as_wanted, wave.unknown, wave.not_yet), (1, 1, 0));
     let guest = &shown.guests[0];
@@ -122,7 +128,7 @@ fn the_api_tells_what_is_unknown_from_what_is_as_wanted() {
     assert_eq!(guest.message, view::UNANSWERED);
     let since = guest.since.expect("a time");
     assert_eq!(since.seconds, 3);
-    let reasons = view::explain(&rollout, 0, 4000).join("; ");
+    let reasons = view::explain(&rollout, 0, 4000, &policy).join("; ");
     let expected = format!("{} since {since}; it is asked again", view::UNANSWERED);
     assert!(reasons.starts_with(&expected), "{reasons}");
 }
