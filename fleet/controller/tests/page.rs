@@ -7,6 +7,8 @@ mod browser;
 mod contrast;
 #[path = "page/head.rs"]
 mod head;
+#[path = "page/narrow.rs"]
+mod narrow;
 #[path = "page/refused.rs"]
 mod refused;
 #[path = "page/remote.rs"]

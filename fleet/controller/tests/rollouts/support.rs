@@ -41,6 +41,16 @@ pub struct Fleet {
     served: Vec<Guests>,
     pub store: Arc<dyn Store>,
     _ends: Vec<oneshot::Sender<()>>,
+    names: Names,
+}
+
+/// The names in a fleet.
+#[derive(Clone, Copy)]
+pub struct Names {
+    /// The start of the guests' names.
+    pub guest: &'static str,
+    /// Further keys of each guest.
+    pub keys: &'static [&'static str],
 }
 
 impl Fleet {
@@ -52,6 +62,15 @@ impl Fleet {
 
     /// Starts the hosts. Their monitors permit changes of guarded keys if `allow_guarded` is set.
     pub async fn start_permitting(hosts: usize, guests: usize, allow_guarded: bool) -> Self {
+        let names = Names {
+            guest: "web",
+            keys: &[],
+        };
+        Self::start_named(hosts, guests, allow_guarded, names)
+    }
+
+    /// Starts the hosts, with other names.
+    pub fn start_named(hosts: usize, guests: usize, allow_guarded: bool, names: Names) -> Self {
         let folder = tempfile::tempdir().expect("temporary folder");
         let store = EmbeddedStore::open(&folder.path().join("fleet.redb")).expect("opens");
         let mut fleet = Self {
@@ -62,6 +81,7 @@ impl Fleet {
             served: vec![],
             store: Arc::new(store),
             _ends: vec![],
+            names,
         };
         for host in 0..hosts {
             fleet.add_host(host, guests, allow_guarded);
@@ -84,10 +104,10 @@ impl Fleet {
         let socket = self.folder.path().join(format!("{index}.sock"));
         let served = Guests::default();
         for guest in 0..guests {
-            let name = format!("web-{}", index * guests + guest);
+            let name = self.name(index * guests + guest);
             let registry = Arc::new(Registry::default());
             let guest = InMemoryGuest::named(Arc::clone(&registry), &name);
-            guest.run(&[
+            let mut keys = vec![
                 TestKey::new("alpha", 1),
                 TestKey::new("beta", 2),
                 TestKey::guarded("guarded"),
@@ -95,7 +115,9 @@ impl Fleet {
                 TestKey::tracepoint("sched_waking", true),
                 TestKey::tracepoint("sched_wakeup", false),
                 TestKey::tracepoint("kmem_alloc", true),
-            ]);
+            ];
+            keys.extend(self.names.keys.iter().map(|name| TestKey::new(name, 1)));
+            guest.run(&keys);
             self.registries.push(Arc::clone(&registry));
             let config = KeysConfig {
                 allow_guarded,
@@ -126,6 +148,10 @@ impl Fleet {
         });
     }
 
+    fn name(&self, guest: usize) -> String {
+        format!("{}-{guest}", self.names.guest)
+    }
+
     fn vsock(&self, guest: &str) -> PathBuf {
         self.folder.path().join(format!("{guest}.vsock"))
     }
@@ -138,7 +164,7 @@ impl Fleet {
     /// Makes the guest's host stop serving the guest.
     pub fn take_away(&self, guest: usize) {
         let per_host = self.guests.len() / self.hosts.len();
-        assert!(self.served[guest / per_host].remove(&format!("web-{guest}")));
+        assert!(self.served[guest / per_host].remove(&self.name(guest)));
     }
 
     pub fn replica(&self, name: &str) -> Replica {

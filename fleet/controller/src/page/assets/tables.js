@@ -45,7 +45,7 @@ function showGuests(guests) {
   pager(byId("guests-pager"), guests.from, guests.rows.length, guests.total, (next) => { from = next; refreshGuests(); });
   const create = () => element("tr", {},
     element("th", { scope: "row", class: "name" }), element("td", { class: "name" }), element("td", { class: "name" }), element("td", { class: "nowrap" }, element("span", { class: "state" })),
-    element("td", { class: "number nowrap" }), element("td", {}, element("span", { class: "text" }), " ", whyButton(), element("div", { class: "reasons" })));
+    element("td", { class: "number nowrap" }), element("td", { class: "long" }, element("span", { class: "text" }), " ", whyButton(), element("div", { class: "reasons" })));
   keyed(byId("guests-rows"), guests.rows, (row) => row.index, create, (item, row) => {
     const [guest, host, wave, state, pause, why] = item.cells;
     item.dataset.guest = row.guest;
@@ -101,7 +101,7 @@ function showTrail(trail) {
   setText(byId("trail-summary"), shown);
   byId("trail-rows").replaceChildren(...trail.rows.map((row) => element("tr", {},
     element("td", { class: "nowrap" }, clock(row.time)), element("td", { class: "name", title: row.principal }, row.principal || "controller"),
-    element("td", { class: "name" }, row.rollout), element("td", {}, row.text))));
+    element("td", { class: "name" }, row.rollout), element("td", { class: "long" }, row.text))));
 }
 
 byId("guests-find").addEventListener("input", () => { from = 0; refreshGuests(); });
