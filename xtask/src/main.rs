@@ -52,7 +52,7 @@ enum Task {
     /// flips its static keys from outside; `getppid` boots a kernel that registers its keys;
     /// `trace` traces a guest; `sick-guest` boots a guest whose user space hangs; `rollout` changes
     /// three guests wave by wave, with a page to watch it; `fleet` does the same with 500 guests in
-    /// memory
+    /// memory, of which some are not yet as wanted or unknown for a while
     Demo {
         /// stock (default), getppid, trace, sick-guest, rollout or fleet, and its arguments;
         /// `--keep` keeps the guests running at the end

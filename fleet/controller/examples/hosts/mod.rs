@@ -1,29 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Serves hosts of guests in memory, in this process.
+//! Names the hosts of guests in memory, which the examples serve in their own processes.
 
 use std::path::{Path, PathBuf};
 
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
-use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
-
-/// Distributes the guests over the sockets in turn and serves them. `boot` starts the guest with a
-/// given index.
-pub fn start(
-    folder: &Path,
-    guests: usize,
-    hosts: usize,
-    boot: impl Fn(usize) -> anyhow::Result<ServedGuest>,
-) -> anyhow::Result<Vec<HostConfig>> {
-    for host in 0..hosts {
-        let served = Guests::default();
-        for index in (host..guests).step_by(hosts) {
-            served.add(boot(index)?)?;
-        }
-        let endpoint = Endpoint::new(ApiSocket::bind(&socket(folder, host))?, served);
-        tokio::spawn(endpoint.serve(std::future::pending()));
-    }
-    configs(folder, hosts)
-}
 
 /// Returns the socket of a host.
 pub fn socket(folder: &Path, host: usize) -> PathBuf {

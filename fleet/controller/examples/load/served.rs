@@ -10,7 +10,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_proto::v1;
-use patchbay_service::api::ServedGuest;
+use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::keys::claims::{Want, intent_digest};
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
 use patchbay_service::trace::Tracing;
@@ -60,7 +60,14 @@ pub async fn serve(
             .await;
         }
     } else {
-        hosts::start(folder, guests, hosts, |index| boot(index, keys, &times))?;
+        for host in 0..hosts {
+            let served = Guests::default();
+            for index in (host..guests).step_by(hosts) {
+                served.add(boot(index, keys, &times)?)?;
+            }
+            let socket = ApiSocket::bind(&hosts::socket(folder, host))?;
+            tokio::spawn(Endpoint::new(socket, served).serve(std::future::pending()));
+        }
     }
     println!("served");
     tokio::task::spawn_blocking(move || {
