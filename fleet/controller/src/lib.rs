@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Implements the controller of a fleet. It changes static keys on many guests wave by wave, and
-//! can roll the changes back.
+//! can undo the changes.
 //!
 //! ```text
 //!  page ─────┐
