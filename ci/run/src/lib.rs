@@ -21,6 +21,7 @@
 //!   workers   shares the runs of a matrix among runners, and keeps their order
 //!   compare   the effect of keys on a command, with an interval
 //!   report    JUnit XML, KTAP
+//!   output    writes the files of results as a whole
 //!   place     this machine's KVM, or the lab
 //!   programs  monitor, agent and busybox
 //! ```
@@ -51,6 +52,7 @@ mod keys;
 mod libraries;
 mod matrix;
 pub mod monitor;
+mod output;
 pub mod overlay;
 mod pairs;
 pub mod place;
@@ -61,11 +63,9 @@ mod runner;
 pub mod session;
 mod workers;
 
-use std::io::Write;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use tokio::io::AsyncWriteExt;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -196,12 +196,14 @@ async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
     };
     runner.discard().await;
     let reported = match &arguments.junit {
-        Some(path) => write_junit(path, &arguments.guest.command.join(" "), &cases),
+        Some(path) => {
+            let suite = arguments.guest.command.join(" ");
+            output::write(path, report::junit(&suite, &cases)).await
+        }
         None => Ok(()),
     };
     if arguments.ktap {
-        // A closed standard output does not change the result.
-        let _ = std::io::stdout().write_all(report::ktap(&cases).as_bytes());
+        output::print(report::ktap(&cases)).await;
     }
     // An error of one result must not discard the others.
     for error in [collected, reported].into_iter().filter_map(Result::err) {
@@ -209,11 +211,6 @@ async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
     }
     prepare::print_times(start, preparation, &runner, jobs);
     Ok(status)
-}
-
-fn write_junit(path: &Path, suite: &str, cases: &Cases) -> Result<()> {
-    let xml = report::junit(suite, cases);
-    std::fs::write(path, xml).with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// Runs the command with no key flipped and with keys of the matrix. If a run cannot take place,

@@ -10,6 +10,9 @@ use anyhow::{Context, Result, bail};
 use patchbay_lab::kvm::Kvm;
 use patchbay_lab::machine::{self, Interrupts, Job, OUT_VARIABLE};
 
+use crate::monitor::cannot_write;
+use crate::output;
+
 /// The environment variable that names the directory to which a run in the lab writes its results.
 /// The host then copies the results to their paths.
 const RESULTS_VARIABLE: &str = "PATCHBAY_CI_RESULTS";
@@ -75,7 +78,14 @@ pub(crate) fn run_in_lab(results: &Results) -> Result<u8> {
     job.set([variable]);
     let status = machine::run(&job)?;
     for (name, path) in results {
-        move_tree(&job.out.join(name), path)?;
+        let from = job.out.join(name);
+        match from.is_file() {
+            true => {
+                let content = fs::read(&from).with_context(|| cannot_write(path))?;
+                output::write_now(path, &content).with_context(|| cannot_write(path))?;
+            }
+            false => move_tree(&from, path)?,
+        }
     }
     Ok(status)
 }

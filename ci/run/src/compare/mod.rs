@@ -15,10 +15,9 @@ mod plot;
 mod schedule;
 mod stats;
 
-use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use serde::Serialize;
 
 pub use self::metric::Metric;
@@ -32,7 +31,7 @@ use crate::console::printable;
 use crate::keys::{Selected, Setting, Side};
 use crate::report::{Case, Verdict as CaseVerdict};
 use crate::runner::{Attempt, Kept, Runner};
-use crate::{FAILED, UNABLE, prepare, print_error, status};
+use crate::{FAILED, UNABLE, output, prepare, print_error, status};
 
 /// The name of the measure without `--metric`.
 const WALL_TIME: &str = "wall time in seconds";
@@ -224,7 +223,7 @@ pub(crate) async fn here(arguments: &CompareArgs, limit: Duration) -> Result<End
     comparing.runner.discard().await;
     if let Some(path) = &arguments.plot {
         // A plot that cannot be written must not discard the results of a long run.
-        if let Err(error) = write_plot(path, &comparison) {
+        if let Err(error) = output::write(path, plot::forest(&comparison)).await {
             tell!("patchbay: {}", printable(&format!("{error:#}")));
             comparison.plot_failed = true;
         }
@@ -234,11 +233,6 @@ pub(crate) async fn here(arguments: &CompareArgs, limit: Duration) -> Result<End
     }
     prepare::print_times(start, preparation, &comparing.runner, 1);
     Ok(Ended::Compared(comparison))
-}
-
-fn write_plot(path: &Path, comparison: &Comparison) -> Result<()> {
-    let svg = plot::forest(comparison);
-    std::fs::write(path, svg).with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// Runs the command without a flipped key, which also fills the guest's caches. Returns the exit
