@@ -13,6 +13,7 @@ mod commands {
     mod ci_fresh;
     mod ci_guest;
     mod ci_pairs;
+    mod ci_signals;
     mod claims;
     mod completion;
     mod daemon;

@@ -5,7 +5,7 @@
 use crate::console::printable;
 use crate::report::{Case, Verdict};
 use crate::runner::Stopped;
-use crate::{FAILED, UNABLE};
+use crate::{FAILED, status_of};
 
 /// The cases of a run.
 #[derive(Debug, Default)]
@@ -13,7 +13,16 @@ pub struct Cases {
     known: Vec<Case>,
     /// The number of cases of the whole run; 0 until it is known.
     planned: usize,
-    ended_early: Option<String>,
+    ended_early: Option<Early>,
+}
+
+/// The early end of a run.
+#[derive(Debug)]
+struct Early {
+    /// The sentence that says why the run ended, and after how many cases.
+    why: String,
+    /// The exit status for this process.
+    status: u8,
 }
 
 impl Cases {
@@ -54,32 +63,34 @@ impl Cases {
     /// Returns the sentence that says why the run ended early and after how many cases; `None` if
     /// the cases are complete.
     pub fn ended_early(&self) -> Option<&str> {
-        self.ended_early.as_deref()
+        self.ended_early.as_ref().map(|early| &*early.why)
     }
 
-    /// Ends the run after an error. Prints the reason and keeps it for the reports.
+    /// Ends the run after an error or a signal. Prints the reason and keeps it for the reports.
     ///
     /// # Errors
     /// No run was planned, so there is nothing to report but the error.
     pub fn end_early(&mut self, stopped: Stopped) -> anyhow::Result<()> {
-        let Stopped { error, case } = stopped;
+        let Stopped { error, cases } = stopped;
         if self.planned == 0 {
             return Err(error);
         }
         let (completed, planned) = (self.known.len(), self.planned);
-        if let Some(case) = case {
+        for case in cases {
             self.add(case);
         }
         let why = format!("the run ended early, after {completed} of {planned} cases: {error:#}");
         note(&why);
-        self.ended_early = Some(why);
+        let status = status_of(&error);
+        self.ended_early = Some(Early { why, status });
         Ok(())
     }
 
-    /// Returns the exit status of a matrix: 125 if it ended early; 1 if a case failed.
+    /// Returns the exit status of a matrix: if it ended early, that of the signal, or 125 after an
+    /// error; 1 if a case failed.
     pub fn status(&self) -> u8 {
-        if self.ended_early.is_some() {
-            return UNABLE;
+        if let Some(early) = &self.ended_early {
+            return early.status;
         }
         match self.known.iter().any(Case::failed) {
             true => FAILED,

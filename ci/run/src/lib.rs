@@ -22,6 +22,7 @@
 //!   compare   the effect of keys on a command, with an interval
 //!   report    JUnit XML, KTAP
 //!   output    writes the files of results as a whole
+//!   interrupt signals: the first one leaves a report
 //!   place     this machine's KVM, or the lab
 //!   programs  monitor, agent and busybox
 //! ```
@@ -48,6 +49,7 @@ pub mod console;
 mod covering;
 mod ddmin;
 mod guest;
+mod interrupt;
 mod keys;
 mod libraries;
 mod matrix;
@@ -65,9 +67,8 @@ mod workers;
 
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use tokio::io::AsyncWriteExt;
-use tokio::signal::unix::{SignalKind, signal};
 
 use crate::args::Arguments;
 pub use crate::args::{CompareArgs, RunArgs};
@@ -76,9 +77,10 @@ use crate::collect::Collect;
 use crate::compare::{Comparison, Ended};
 use crate::console::printable;
 use crate::guest::Outcome;
+use crate::interrupt::{Cause, Halt};
 use crate::prepare::Parts;
 use crate::report::{Case, Verdict};
-use crate::runner::{Kept, Runner};
+use crate::runner::{Kept, Runner, Stopped};
 use crate::session::{End, Sink};
 
 /// Exit status if a run could not take place, as in docker-run(1).
@@ -97,7 +99,7 @@ const DEFAULT_LIMIT: Duration = Duration::from_secs(600);
 /// this process. Prints the reason if it could not be run.
 pub async fn run(arguments: RunArgs, limit: Option<Duration>) -> u8 {
     let limit = limit.unwrap_or(DEFAULT_LIMIT);
-    let here = async |arguments: RunArgs| run_here(&arguments, limit).await;
+    let here = async |arguments: RunArgs, halt| run_here(&arguments, limit, halt).await;
     match in_place(arguments, here).await {
         Ok(status) | Err(status) => status,
     }
@@ -111,7 +113,7 @@ pub async fn run(arguments: RunArgs, limit: Option<Duration>) -> u8 {
 /// reason was printed.
 pub async fn compare(arguments: CompareArgs, limit: Option<Duration>) -> Result<Comparison, u8> {
     let limit = limit.unwrap_or(DEFAULT_LIMIT);
-    let here = async |arguments: CompareArgs| compare::here(&arguments, limit).await;
+    let here = async |arguments: CompareArgs, halt| compare::here(&arguments, limit, halt).await;
     match in_place(arguments, here).await? {
         Ended::Compared(comparison) => Ok(comparison),
         Ended::Status(status) => Err(status),
@@ -124,7 +126,7 @@ pub async fn compare(arguments: CompareArgs, limit: Option<Duration>) -> Result<
 /// The exit status for this process, if `here` failed or was interrupted, or ran in the lab.
 async fn in_place<A: Arguments, T>(
     mut arguments: A,
-    here: impl AsyncFnOnce(A) -> Result<T>,
+    here: impl AsyncFnOnce(A, Halt) -> Result<T>,
 ) -> Result<T, u8> {
     let needs_lab = place::needs_lab();
     if needs_lab.is_none() {
@@ -141,41 +143,34 @@ async fn in_place<A: Arguments, T>(
         let status = place::run_in_lab(&arguments.results());
         return Err(status.unwrap_or_else(|error| print_error(&error)));
     }
+    let halt = Halt::default();
     // The guest is killed when the future is dropped.
     tokio::select! {
-        // `interrupted` is polled first, so that its handlers are registered before files are
+        // `end_at_once` is polled first, so that its handlers are registered before files are
         // created. The default action of a signal would leave files behind.
         biased;
-        status = interrupted() => Err(status),
-        result = here(arguments) => result.map_err(|error| print_error(&error)),
+        status = interrupt::end_at_once(&halt) => Err(status),
+        result = here(arguments, halt.clone()) => result.map_err(|error| print_error(&error)),
     }
 }
 
 /// Prints an error and returns its exit status.
 fn print_error(error: &anyhow::Error) -> u8 {
     tell!("patchbay: {}", printable(&format!("{error:#}")));
-    UNABLE
+    status_of(error)
 }
 
-/// Waits for a signal that ends this process, and returns the status that a shell would show.
-async fn interrupted() -> u8 {
-    let (Ok(mut interrupt), Ok(mut terminate), Ok(mut hangup)) = (
-        signal(SignalKind::interrupt()),
-        signal(SignalKind::terminate()),
-        signal(SignalKind::hangup()),
-    ) else {
-        return std::future::pending().await;
-    };
-    tokio::select! {
-        _ = interrupt.recv() => 130,
-        _ = terminate.recv() => 143,
-        _ = hangup.recv() => 129,
+/// Returns the exit status for an error: that of the signal which caused it, and otherwise 125.
+fn status_of(error: &anyhow::Error) -> u8 {
+    match Cause::of(error) {
+        Some(Cause::Signal(signal)) => signal.status(),
+        Some(Cause::AnotherJob) | None => UNABLE,
     }
 }
 
-async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
+async fn run_here(arguments: &RunArgs, limit: Duration, halt: Halt) -> Result<u8> {
     let start = Instant::now();
-    let (mut runner, preparation, files) = prepare::runner(&arguments.guest, limit).await?;
+    let (mut runner, preparation, files) = prepare::runner(&arguments.guest, limit, halt).await?;
     let jobs = usize::from(arguments.jobs);
     let collect = Collect {
         paths: arguments.collect.clone(),
@@ -192,7 +187,7 @@ async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
     let collected = match arguments.fresh {
         // The files of each run were collected.
         true => Ok(()),
-        false => collect.from(runner.booted(), None).await,
+        false => collect_at_end(&mut runner, &collect).await,
     };
     runner.discard().await;
     let reported = match &arguments.junit {
@@ -213,8 +208,24 @@ async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
     Ok(status)
 }
 
-/// Runs the command with no key flipped and with keys of the matrix. If a run cannot take place,
-/// prints the reason and keeps the cases so far.
+/// Copies the files of the guest in which the last run took place, if there is one.
+///
+/// # Errors
+/// The folder cannot be created, or a signal arrived. The files that were copied before it are
+/// kept.
+async fn collect_at_end(runner: &mut Runner, collect: &Collect) -> Result<()> {
+    let halt = runner.halt.clone();
+    let cause = tokio::select! {
+        // After a signal there is no guest, and `Collect::from` is ready at once.
+        biased;
+        collected = collect.from(runner.booted(), None) => return collected,
+        cause = halt.requested() => cause,
+    };
+    Err(cause).context("not all files were collected")
+}
+
+/// Runs the command with no key flipped and with keys of the matrix. If a run cannot take place, or
+/// after a signal, prints the reason and keeps the cases so far.
 ///
 /// # Errors
 /// No run was planned.
@@ -237,7 +248,11 @@ async fn run_matrix(runner: &mut Runner, arguments: &RunArgs) -> Result<(Cases, 
     Ok((cases, status))
 }
 
-/// Runs the command once and copies its output to this process's standard output and error.
+/// Runs the command once and copies its output to this process's standard output and error. After a
+/// signal, prints the reason and returns no case.
+///
+/// # Errors
+/// The run cannot take place.
 async fn run_once(runner: &mut Runner, arguments: &RunArgs) -> Result<(Cases, u8)> {
     let mut kept = Kept::default();
     let mut streams = Streams {
@@ -245,7 +260,18 @@ async fn run_once(runner: &mut Runner, arguments: &RunArgs) -> Result<(Cases, u8
         pass_on: !arguments.ktap,
         kept: &mut kept,
     };
-    let (outcome, failure) = runner.run(&mut streams).await?;
+    let name = arguments.guest.command.join(" ");
+    runner.halt.keep_results();
+    let (outcome, failure) = match runner.run(&mut streams).await {
+        Err(error) if Cause::of(&error).is_some() => {
+            let mut cases = Cases::default();
+            cases.plan(1);
+            cases.end_early(Stopped::from(error.context(name)))?;
+            let status = cases.status();
+            return Ok((cases, status));
+        }
+        ran => ran?,
+    };
     let mut output = kept.text();
     for report in &outcome.reports {
         let report = printable(report);
@@ -259,7 +285,7 @@ async fn run_once(runner: &mut Runner, arguments: &RunArgs) -> Result<(Cases, u8
         tell!("patchbay: {}", printable(failure));
     }
     let case = Case {
-        name: arguments.guest.command.join(" "),
+        name,
         verdict: failure.map_or(Verdict::Passed, Verdict::Failed),
         time: outcome.time,
         output,

@@ -59,7 +59,8 @@ pub async fn each(
 /// Shares work among as many runners as there are jobs. The cases have the order of the items.
 ///
 /// # Errors
-/// The first error of the work. The cases that were known before it were added.
+/// The first error of the work, after which the runs of the other jobs end. The cases that were
+/// completed were added.
 pub async fn share<I>(
     runner: &mut Runner,
     jobs: usize,
@@ -67,15 +68,20 @@ pub async fn share<I>(
     work: impl AsyncFn(&mut Runner, I) -> Result<Case, Stopped>,
     cases: &mut Cases,
 ) -> Result<(), Stopped> {
+    let halt = runner.halt.clone();
     let more = 1..jobs.min(items.len());
     let mut others: Vec<Runner> = more.map(|_| runner.another()).collect();
     let workers = std::iter::once(&mut *runner).chain(&mut others);
     let work = async |runner: &mut &mut Runner, item: I| work(runner, item).await;
-    let shared = workers::in_order(workers, items, work, |case| cases.add(case)).await;
+    let stop = || halt.another_job_ended();
+    let shared = workers::in_order(workers, items, work, |case| cases.add(case), stop).await;
     for other in others {
         runner.join(other).await;
     }
-    shared
+    match shared.err().and_then(Stopped::of_jobs) {
+        Some(stopped) => Err(stopped),
+        None => Ok(()),
+    }
 }
 
 /// Flips the keys in one transaction and runs the command.
@@ -189,7 +195,7 @@ async fn smallest(
     match ended {
         Some(error) => Err(Stopped {
             error,
-            case: Some(failing),
+            cases: vec![failing],
         }),
         None => Ok(failing),
     }
@@ -205,11 +211,13 @@ pub async fn select(runner: &mut Runner, patterns: &[String]) -> Result<Vec<Sele
 }
 
 /// Runs the command without a flipped key, and returns whether that passes. If it fails, a later
-/// failure could not be attributed to a key.
+/// failure could not be attributed to a key. This is the first case, so a signal from now on leaves
+/// a report.
 ///
 /// # Errors
 /// The errors of [`Runner::attempt`].
 pub async fn baseline(runner: &mut Runner, cases: &mut Cases) -> Result<bool> {
+    runner.halt.keep_results();
     let Attempt::Ran(case) = runner.attempt(BASELINE, &[]).await? else {
         unreachable!("nothing was to be flipped");
     };

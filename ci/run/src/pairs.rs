@@ -257,7 +257,7 @@ async fn covering_run(runner: &mut Runner, row: Row) -> Result<Case, Stopped> {
         }
         Err(error) => Err(Stopped {
             error,
-            case: Some(unsearched(first, not_repeated, &row.settings)),
+            cases: vec![unsearched(first, not_repeated, &row.settings)],
         }),
     }
 }
@@ -300,8 +300,8 @@ async fn search(
                             true => unsearched(first, why, &row.settings),
                             false => failed(row.name, found, true),
                         };
-                        let case = Some(case);
-                        return Err(Stopped { error, case });
+                        let cases = vec![case];
+                        return Err(Stopped { error, cases });
                     }
                 });
             }

@@ -9,6 +9,7 @@ use tempfile::TempDir;
 
 use crate::args::GuestArgs;
 use crate::guest::{self, Config};
+use crate::interrupt::Halt;
 use crate::overlay::{self, Overlay};
 use crate::runner::{Runner, Times};
 use crate::{place, programs};
@@ -20,7 +21,11 @@ const BOOT_LIMIT: Duration = Duration::from_secs(100);
 ///
 /// # Errors
 /// A file is missing or malformed, or the initramfs cannot be written.
-pub async fn runner(arguments: &GuestArgs, limit: Duration) -> Result<(Runner, Duration, TempDir)> {
+pub async fn runner(
+    arguments: &GuestArgs,
+    limit: Duration,
+    halt: Halt,
+) -> Result<(Runner, Duration, TempDir)> {
     let start = Instant::now();
     let files = tempfile::Builder::new()
         .prefix("patchbay-ci-")
@@ -35,6 +40,7 @@ pub async fn runner(arguments: &GuestArgs, limit: Duration) -> Result<(Runner, D
         arguments.command.clone(),
         limit,
         arguments.set.clone(),
+        halt,
     );
     Ok((runner, start.elapsed(), files))
 }

@@ -11,6 +11,7 @@ use anyhow::{Context, Result};
 use crate::collect::Collect;
 use crate::console::printable;
 use crate::guest::{Config, Guest, Outcome};
+use crate::interrupt::{Cause, Halt};
 use crate::keys::{self, Keys, Setting};
 use crate::print_error;
 use crate::report::{Case, Verdict};
@@ -100,6 +101,8 @@ pub struct Runner {
     pub times: Times,
     /// The folder for the files of a run could not be created.
     pub lacks_files: bool,
+    /// Ends the run in progress.
+    pub halt: Halt,
     guest: Option<(Guest, Option<Keys>)>,
     origin: Option<Origin>,
     /// The reports of the saved guest's kernel. They count for the first run.
@@ -119,13 +122,37 @@ pub enum Attempt {
 #[derive(Debug)]
 pub struct Stopped {
     pub error: anyhow::Error,
-    /// The case in progress when the error occurred, if it is known to fail.
-    pub case: Option<Case>,
+    /// The cases in progress when the error occurred that are known to fail.
+    pub cases: Vec<Case>,
+}
+
+impl Stopped {
+    /// Combines the errors of jobs that ran at once, each with the number of its case. The error is
+    /// that of a signal, or the one for which the other jobs were ended. If several jobs have such
+    /// an error, it is that of the first case.
+    pub fn of_jobs(mut stopped: Vec<(usize, Self)>) -> Option<Self> {
+        let rank = |error: &anyhow::Error| match Cause::of(error) {
+            Some(Cause::Signal(_)) => 0,
+            None => 1,
+            Some(Cause::AnotherJob) => 2,
+        };
+        stopped.sort_by_key(|(number, _)| *number);
+        let mut all = stopped.into_iter().map(|(_, stopped)| stopped);
+        let mut first = all.next()?;
+        for other in all {
+            first.cases.extend(other.cases);
+            if rank(&other.error) < rank(&first.error) {
+                first.error = other.error;
+            }
+        }
+        Some(first)
+    }
 }
 
 impl From<anyhow::Error> for Stopped {
     fn from(error: anyhow::Error) -> Self {
-        Self { error, case: None }
+        let cases = vec![];
+        Self { error, cases }
     }
 }
 
@@ -135,6 +162,7 @@ impl Runner {
         command: Vec<String>,
         limit: Duration,
         base: Vec<Setting>,
+        halt: Halt,
     ) -> Self {
         Self {
             config: config.into(),
@@ -143,6 +171,7 @@ impl Runner {
             base,
             times: Times::default(),
             lacks_files: false,
+            halt,
             guest: None,
             origin: None,
             reports: vec![],
@@ -172,9 +201,10 @@ impl Runner {
     #[must_use]
     pub fn another(&self) -> Self {
         let (config, command) = (Arc::clone(&self.config), self.command.clone());
+        let (base, halt) = (self.base.clone(), self.halt.clone());
         Self {
             origin: self.origin.clone(),
-            ..Self::new(config, command, self.limit, self.base.clone())
+            ..Self::new(config, command, self.limit, base, halt)
         }
     }
 
@@ -227,8 +257,39 @@ impl Runner {
         }
     }
 
+    /// Does this work with the guest. If it has to end before it is done, ends the guest.
+    ///
+    /// # Errors
+    /// The error of the work, or the [`Cause`] of its end.
+    async fn until_halted<T>(
+        &mut self,
+        work: impl AsyncFnOnce(&mut Self) -> Result<T>,
+    ) -> Result<T> {
+        let halt = self.halt.clone();
+        let cause = tokio::select! {
+            // A signal from the terminal also ends the monitor. The signal is the cause, and not
+            // the loss of the guest.
+            biased;
+            cause = halt.requested() => cause,
+            done = work(self) => return done,
+        };
+        self.discard().await;
+        Err(cause.into())
+    }
+
     /// Runs the command in the guest's current state.
+    ///
+    /// # Errors
+    /// No guest boots, the agent breaks the protocol, or the run has to end.
     pub async fn run(
+        &mut self,
+        sink: &mut (impl Sink + Send),
+    ) -> Result<(Outcome, Option<String>)> {
+        self.until_halted(async |runner| runner.run_to_end(sink).await)
+            .await
+    }
+
+    async fn run_to_end(
         &mut self,
         sink: &mut (impl Sink + Send),
     ) -> Result<(Outcome, Option<String>)> {
@@ -246,9 +307,11 @@ impl Runner {
     /// copy, so the keys are not restored.
     ///
     /// # Errors
-    /// No guest boots any longer, or the agent breaks the protocol.
+    /// No guest boots any longer, the agent breaks the protocol, or the run has to end.
     pub async fn attempt(&mut self, name: &str, settings: &[Setting]) -> Result<Attempt> {
-        let attempt = self.try_to_run(name, settings).await;
+        let attempt = self
+            .until_halted(async |runner| runner.try_to_run(name, settings).await)
+            .await;
         attempt.with_context(|| name.to_owned())
     }
 
@@ -270,7 +333,7 @@ impl Runner {
             }
         }
         let mut kept = Kept::default();
-        let ran = self.run(&mut kept).await;
+        let ran = self.run_to_end(&mut kept).await;
         // The reports after the end of the command. They belong to this run, not to the next one.
         let mut late = vec![];
         if let Some(Origin { collect, .. }) = self.origin.clone() {

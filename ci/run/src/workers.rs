@@ -9,23 +9,29 @@ use futures_util::stream::FuturesUnordered;
 /// Gives each item to the next worker that is free, and passes the results on in the order of the
 /// items. All futures belong to this one, so none outlives it.
 ///
+/// After an error no more work begins. If other workers still work, `stop` is called, which must
+/// make them end soon.
+///
 /// # Errors
-/// The first error of a worker. The work of the others is dropped. The results that were known
-/// before it were passed on.
+/// The errors of the workers, with the numbers of their items. All results were passed on.
 pub async fn in_order<W, I, T, E>(
     workers: impl IntoIterator<Item = W>,
     items: impl IntoIterator<Item = I>,
     work: impl AsyncFn(&mut W, I) -> Result<T, E>,
     mut take: impl FnMut(T),
-) -> Result<(), E> {
+    stop: impl FnOnce(),
+) -> Result<(), Vec<(usize, E)>> {
     let mut idle: Vec<W> = workers.into_iter().collect();
     let mut items = items.into_iter().enumerate().peekable();
     let mut running = FuturesUnordered::new();
     // Results whose predecessors are not known yet.
     let mut early = BTreeMap::new();
     let mut next = 0;
+    let mut errors = vec![];
+    let mut stop = Some(stop);
     loop {
-        while items.peek().is_some()
+        while errors.is_empty()
+            && items.peek().is_some()
             && let Some(mut worker) = idle.pop()
             && let Some((number, item)) = items.next()
         {
@@ -36,20 +42,31 @@ pub async fn in_order<W, I, T, E>(
             });
         }
         let Some((worker, number, result)) = running.next().await else {
-            return Ok(());
+            break;
         };
         idle.push(worker);
         match result {
-            Ok(result) => early.insert(number, result),
-            Err(error) => {
-                early.into_values().for_each(take);
-                return Err(error);
+            Ok(result) => {
+                early.insert(number, result);
             }
-        };
+            Err(error) => {
+                errors.push((number, error));
+                if !running.is_empty()
+                    && let Some(stop) = stop.take()
+                {
+                    stop();
+                }
+            }
+        }
         while let Some(result) = early.remove(&next) {
             take(result);
             next += 1;
         }
+    }
+    early.into_values().for_each(take);
+    match errors.is_empty() {
+        true => Ok(()),
+        false => Err(errors),
     }
 }
 
@@ -61,6 +78,7 @@ mod tests {
     use tokio::sync::oneshot;
 
     use super::*;
+    use crate::interrupt::Halt;
 
     /// Counts the futures that run at once.
     #[derive(Default)]
@@ -107,7 +125,8 @@ mod tests {
             anyhow::Ok(item)
         };
         let (mut workers, mut taken) = ([0, 0], vec![]);
-        let end = in_order(&mut workers, 0..6, work, |item| taken.push(item));
+        let take = |item| taken.push(item);
+        let end = in_order(&mut workers, 0..6, work, take, || unreachable!());
         end.await.unwrap();
         assert_eq!(done.take(), [1, 2, 3, 4, 5, 0]);
         assert_eq!(taken, [0, 1, 2, 3, 4, 5]);
@@ -116,36 +135,57 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_error_ends_all_work() {
-        let (running, started) = (Running::default(), Cell::new(0));
+    async fn an_error_stops_all_work_and_every_error_is_returned() {
+        let (running, started, halt) = (Running::default(), Cell::new(0), Halt::default());
         let mut taken = vec![];
         let work = async |_: &mut (), item: u32| {
             let _entered = running.enter();
             started.set(started.get() + 1);
             match item {
-                0 => Ok(item),
+                0 => return Ok(item),
                 2 => bail!("no guest"),
-                _ => std::future::pending().await,
-            }
+                _ => halt.requested().await,
+            };
+            bail!("stopped at {item}")
         };
-        let end = in_order([(); 3], 0..100, work, |item| taken.push(item)).await;
-        assert_eq!(end.unwrap_err().to_string(), "no guest");
+        let take = |item| taken.push(item);
+        let end = in_order([(); 3], 0..100, work, take, || halt.another_job_ended()).await;
+        let errors = end.unwrap_err().into_iter();
+        let errors: Vec<String> = errors.map(|(at, error)| format!("{at} {error}")).collect();
+        assert_eq!(errors[0], "2 no guest");
+        assert!(
+            errors[1..].iter().any(|error| error == "1 stopped at 1"),
+            "{errors:?}"
+        );
         assert_eq!((running.now.get(), taken), (0, vec![0]));
         assert!(started.get() < 100, "{}", started.get());
     }
 
-    /// The first item never ends, so the second worker does the others until one fails.
+    /// The first item ends when it is stopped, so the second worker does the others until one fails.
     #[tokio::test]
     async fn results_after_an_unfinished_one_are_kept_after_an_error() {
-        let mut taken = vec![];
-        let work = async |_: &mut (), item: u32| match item {
-            0 => std::future::pending().await,
-            3 => bail!("no guest"),
-            _ => Ok(item),
-        };
-        let end = in_order([(); 2], 0..9, work, |item| taken.push(item)).await;
-        assert_eq!(end.unwrap_err().to_string(), "no guest");
-        assert_eq!(taken, [1, 2]);
+        for first_fails in [true, false] {
+            let (halt, mut taken) = (Halt::default(), vec![]);
+            let work = async |_: &mut (), item: u32| match item {
+                0 => {
+                    halt.requested().await;
+                    if first_fails {
+                        bail!("stopped")
+                    }
+                    Ok(item)
+                }
+                3 => bail!("no guest"),
+                _ => Ok(item),
+            };
+            let take = |item| taken.push(item);
+            let end = in_order([(); 2], 0..9, work, take, || halt.another_job_ended()).await;
+            let errors = end.unwrap_err();
+            assert_eq!(errors[0].1.to_string(), "no guest");
+            match first_fails {
+                true => assert_eq!((errors.len(), taken), (2, vec![1, 2])),
+                false => assert_eq!((errors.len(), taken), (1, vec![1, 2, 0])),
+            }
+        }
     }
 
     #[tokio::test]
@@ -158,7 +198,8 @@ mod tests {
                 tokio::task::yield_now().await;
                 anyhow::Ok(item)
             };
-            let end = in_order(vec![(); workers], 0..4, work, |item| taken.push(item));
+            let take = |item| taken.push(item);
+            let end = in_order(vec![(); workers], 0..4, work, take, || unreachable!());
             end.await.unwrap();
             assert_eq!(
                 (taken, running.most.get()),

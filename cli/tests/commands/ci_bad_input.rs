@@ -25,7 +25,7 @@ fn assert_nothing_is_left(ci: &Ci) {
     assert!(left.is_empty(), "{left:?}");
 }
 
-fn make_pipe(ci: &Ci, name: &str) {
+pub(super) fn make_pipe(ci: &Ci, name: &str) {
     let made = Command::new("mkfifo").arg(ci.path(name)).status();
     assert!(made.expect("mkfifo runs").success());
 }

@@ -138,7 +138,7 @@ fn a_report_during_the_boot_fails_the_first_run() {
 /// Asserts that the run's files are gone, and waits for the end of the monitors whose guests stay.
 /// The folders of these monitors, which are killed, have other names.
 #[track_caller]
-fn assert_nothing_is_left(ci: &Ci) {
+pub(super) fn assert_nothing_is_left(ci: &Ci) {
     for monitor in staying(&ci.path("")) {
         let state = || std::fs::read_to_string(format!("/proc/{monitor}/stat"));
         // Its parent has ended, and not every init process collects the exit status of others.

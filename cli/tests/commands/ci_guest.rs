@@ -171,6 +171,26 @@ impl FakeGuest {
                 let failed = self.on(&argv[2..]);
                 self.end(mark, Some(if failed { 9 } else { 0 }), 0);
             }
+            // Does not end if it is the command with this number, and otherwise is another command.
+            ["stay-at", number, ..] if number == mark => stay(),
+            ["stay-at", ..] => self.play(&argv[2..], mark),
+            // With several keys on, fails, and does not end when it is repeated with the same keys.
+            // If this key is one of them, then waits until another guest stays, and breaks the
+            // protocol.
+            ["fail-once", key] => {
+                let on = |key: &&str| self.keys.guest.count(key) > 0;
+                let on: Vec<&str> = KEYS.into_iter().filter(on).collect();
+                if on.len() < 2 {
+                    self.end(mark, Some(0), 0);
+                } else if std::fs::File::create_new(on.concat()).is_ok() {
+                    self.end(mark, Some(9), 0);
+                } else if on.contains(&key) {
+                    until(|| staying(Path::new(".")).len() == 1);
+                    self.send(Answer::Fetched(ExecFetched {}));
+                } else {
+                    stay();
+                }
+            }
             // With the keys on, the guest ends, and no other can be started.
             ["lose-monitor-with", ..] if self.on(&argv[1..]) => {
                 std::fs::remove_file("monitor").expect("it was there");
@@ -247,7 +267,7 @@ pub(super) fn staying(folder: &Path) -> Vec<i32> {
 
 /// Waits for an event of another process, of which that process does not tell this one.
 #[track_caller]
-pub(super) fn until(happened: impl Fn() -> bool) {
+pub(super) fn until(mut happened: impl FnMut() -> bool) {
     let begun = std::time::Instant::now();
     while !happened() {
         assert!(begun.elapsed() < PATIENCE, "it does not happen");

@@ -28,6 +28,7 @@ use self::schedule::{Finding, Schedule, Stage, Step, Turn};
 use self::stats::Pair;
 use crate::args::CompareArgs;
 use crate::console::printable;
+use crate::interrupt::Halt;
 use crate::keys::{Selected, Setting, Side};
 use crate::report::{Case, Verdict as CaseVerdict};
 use crate::runner::{Attempt, Kept, Runner};
@@ -173,9 +174,9 @@ pub(crate) enum Ended {
 ///
 /// # Errors
 /// No guest boots, a named key cannot be flipped, or the agent breaks the protocol.
-pub(crate) async fn here(arguments: &CompareArgs, limit: Duration) -> Result<Ended> {
+pub(crate) async fn here(arguments: &CompareArgs, limit: Duration, halt: Halt) -> Result<Ended> {
     let start = Instant::now();
-    let (mut runner, preparation, _files) = prepare::runner(&arguments.guest, limit).await?;
+    let (mut runner, preparation, _files) = prepare::runner(&arguments.guest, limit, halt).await?;
     let (patterns, named) = match arguments.matrix.is_empty() {
         true => (&arguments.key, true),
         false => (&arguments.matrix, false),

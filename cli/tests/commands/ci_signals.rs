@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Tests without KVM that `patchbay ci` reports its results at a signal. The signal is sent when
+//! the simulated guests of [`super::ci_guest`] run commands that do not end.
+
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+
+use super::ci::Ci;
+use super::ci_bad_input::{make_pipe, with_own_tmp};
+use super::ci_fresh::{assert_nothing_is_left, fresh};
+use super::ci_guest::{staying, until};
+
+struct Done {
+    status: Option<i32>,
+    out: String,
+    err: String,
+}
+
+fn send(run: &Child, signal: Signal) {
+    kill_process(Pid::from_child(run), signal).expect("it runs");
+}
+
+/// Sends a signal as a terminal does: to the command and to its monitors, which it also ends.
+fn send_to_all(run: &Child, signal: Signal) {
+    kill_process_group(Pid::from_child(run), signal).expect("it runs");
+}
+
+fn start(mut command: Command) -> Child {
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.process_group(0).spawn().expect("it starts")
+}
+
+/// Sends the signal when that many commands do not end. Then nothing but results may be left.
+#[track_caller]
+fn interrupt(ci: &Ci, command: Command, stay: usize, signal: Signal) -> Done {
+    let run = start(command);
+    until(|| staying(&ci.path("")).len() == stay);
+    // A terminal sends its signal to the monitors too, and a CI system may send it to the command
+    // alone. Both are tested, each with some of the runs.
+    match stay {
+        1 => send_to_all(&run, signal),
+        _ => send(&run, signal),
+    }
+    let output = run.wait_with_output().expect("it ends");
+    assert_nothing_is_left(ci);
+    Done {
+        status: output.status.code(),
+        out: String::from_utf8(output.stdout).expect("text"),
+        err: String::from_utf8(output.stderr).expect("text"),
+    }
+}
+
+#[track_caller]
+fn assert_says(done: &Done, texts: &[&str]) {
+    for text in texts {
+        assert!(done.err.contains(text), "{text:?} of {}", done.err);
+    }
+}
+
+fn read(ci: &Ci, name: &str) -> String {
+    std::fs::read_to_string(ci.path(name)).expect("a file")
+}
+
+/// Asserts that the report ends with this error, after so many test cases and without a failure.
+#[track_caller]
+fn assert_junit(ci: &Ci, cases: usize, why: &str) {
+    let junit = read(ci, "j.xml");
+    let tests = cases + 1;
+    let counts = format!("tests=\"{tests}\" failures=\"0\" skipped=\"0\" errors=\"1\"");
+    let error = format!("<error message=\"{why}\"/>");
+    assert!(junit.contains(&counts) && junit.contains(&error), "{junit}");
+    assert!(junit.ends_with("</testsuites>\n"), "{junit}");
+    let files = std::fs::read_dir(ci.path("")).expect("a folder");
+    let mut names = files.map(|file| file.expect("a name").file_name());
+    let hidden = names.find(|name| name.to_string_lossy().starts_with('.'));
+    assert_eq!(hidden, None);
+}
+
+#[test]
+fn a_signal_ends_a_matrix_with_the_reports_of_its_cases() {
+    let Some(ci) = Ci::new() else { return };
+    for (signal, name, status) in [
+        (Signal::INT, "SIGINT", 130),
+        (Signal::TERM, "SIGTERM", 143),
+        (Signal::HUP, "SIGHUP", 129),
+    ] {
+        std::fs::write(ci.path("j.xml"), "the report of an earlier run").expect("written");
+        let words = ["--matrix", "[a-d]", "--ktap", "--junit", "j.xml"];
+        let words = [&words[..], &["--timeout", "1000s", "--", "stay-with", "c"]].concat();
+        let done = interrupt(&ci, with_own_tmp(&ci, &words), 1, signal);
+        let why = format!("the run ended early, after 3 of 5 cases: c=on: interrupted by {name}");
+        assert_says(
+            &done,
+            &[&why, "3 passed, 0 failed, 0 skipped, ended early\n"],
+        );
+        let expected = format!(
+            "KTAP version 1\n1..5\nok 1 no key flipped\nok 2 a=on\nok 3 b=on\nBail out! {why}\n"
+        );
+        assert_eq!((done.out, done.status), (expected, Some(status)));
+        assert_junit(&ci, 3, &why);
+    }
+}
+
+#[test]
+fn a_signal_ends_all_jobs_and_the_completed_cases_are_reported() {
+    let Some(ci) = Ci::new() else { return };
+    let words = [
+        "--jobs",
+        "3",
+        "--timeout",
+        "1000s",
+        "--ktap",
+        "--junit",
+        "j.xml",
+    ];
+    let collect = ["--collect", "/results", "--", "stay-with", "a", "c", "h"];
+    let words = fresh(&[&words[..], &collect].concat());
+    let done = interrupt(&ci, with_own_tmp(&ci, &words), 3, Signal::TERM);
+    assert_eq!(done.status, Some(143), "{}", done.err);
+    let why = "the run ended early, after 6 of 9 cases: a=on: interrupted by SIGTERM";
+    assert_says(
+        &done,
+        &[why, "6 passed, 0 failed, 0 skipped, ended early\n"],
+    );
+    let expected = "KTAP version 1\n1..9\nok 1 no key flipped\nok 2 b=on\nok 3 d=on\nok 4 e=on\n\
+                    ok 5 f=on\nok 6 g=on\n";
+    assert_eq!(done.out, format!("{expected}Bail out! {why}\n"));
+    assert_junit(&ci, 6, why);
+    assert_eq!(read(&ci, "collected/g=on/results/one"), "text");
+    assert!(!ci.path("collected/h=on/results/one").exists());
+}
+
+/// A report that cannot be written yet keeps the run from ending after the first signal.
+#[test]
+fn a_second_signal_ends_the_run_without_a_report() {
+    let Some(ci) = Ci::new() else { return };
+    make_pipe(&ci, "j.xml");
+    for (second, status) in [(Signal::TERM, 143), (Signal::INT, 130)] {
+        let words = ["--matrix", "[a-d]", "--ktap", "--junit", "j.xml"];
+        let words = [&words[..], &["--timeout", "1000s", "--", "stay-with", "c"]].concat();
+        let mut run = start(with_own_tmp(&ci, &words));
+        until(|| staying(&ci.path("")).len() == 1);
+        send(&run, Signal::INT);
+        let mut lines = BufReader::new(run.stderr.take().expect("piped")).lines();
+        let summary = |line: &std::io::Result<String>| {
+            line.as_ref()
+                .is_ok_and(|line| line.ends_with(", ended early"))
+        };
+        assert!(lines.any(|line| summary(&line)));
+        // A repetition of the first signal that follows it closely does not count.
+        until(|| {
+            let ended = run.try_wait().expect("its status").is_some();
+            if !ended {
+                send(&run, second);
+            }
+            ended
+        });
+        let output = run.wait_with_output().expect("it ends");
+        assert_eq!(output.status.code(), Some(status));
+        assert!(output.stdout.is_empty(), "{:?}", output.stdout);
+        assert_nothing_is_left(&ci);
+    }
+}
+
+#[test]
+fn a_run_without_a_matrix_is_reported_as_missing() {
+    let Some(ci) = Ci::new() else { return };
+    let words = [
+        "--ktap",
+        "--junit",
+        "j.xml",
+        "--timeout",
+        "1000s",
+        "--",
+        "stay-at",
+        "1",
+    ];
+    let done = interrupt(&ci, with_own_tmp(&ci, &words), 1, Signal::TERM);
+    let why = "the run ended early, after 0 of 1 cases: stay-at 1: interrupted by SIGTERM";
+    let expected = format!("KTAP version 1\n1..1\nBail out! {why}\n");
+    assert_eq!((done.out, done.status), (expected, Some(143)));
+    assert_junit(&ci, 0, why);
+}
+
+#[test]
+fn a_signal_during_a_search_keeps_the_failure() {
+    let Some(ci) = Ci::new() else { return };
+    // The halves of the keys are tested third and fourth.
+    let words = [
+        "--matrix",
+        "[a-d]",
+        "--together",
+        "--timeout",
+        "1000s",
+        "--",
+    ];
+    let words = [&words[..], &["stay-at", "4", "fail-with", "b", "c"]].concat();
+    let done = interrupt(&ci, with_own_tmp(&ci, &words), 1, Signal::INT);
+    assert_eq!(done.status, Some(130), "{}", done.err);
+    let texts = [
+        "fails with a=on b=on c=on d=on: exit status 9; the search for a smaller set ended early\n",
+        "after 1 of 2 cases: some keys flipped 2: interrupted by SIGINT\n",
+        "1 passed, 1 failed, 0 skipped, ended early\n",
+    ];
+    assert_says(&done, &texts);
+}
+
+/// Checks that each job reports the failed run that it repeats.
+#[test]
+fn the_searches_of_all_jobs_are_reported() {
+    let words = [
+        "--pairs=covering",
+        "--jobs",
+        "2",
+        "--timeout",
+        "1000s",
+        "--",
+    ];
+    let cases = [
+        "FAIL  covering run 1 (",
+        "FAIL  covering run 2 (",
+        "; it could not be repeated; with ",
+        "9 passed, 2 failed, 0 skipped, ended early\n",
+        "the run ended early, after 9 of 14 cases: covering run ",
+    ];
+    let Some(ci) = Ci::new() else { return };
+    let command = fresh(&[&words[..], &["fail-once", "no key"]].concat());
+    let done = interrupt(&ci, with_own_tmp(&ci, &command), 2, Signal::INT);
+    assert_eq!(done.status, Some(130), "{}", done.err);
+    let why = "covering run 1.repeated: interrupted by SIGINT\n";
+    assert_says(&done, &[&cases[..], &[why]].concat());
+
+    // The first run flips `c` and not `d`, and the second one `d` and not `c`.
+    for (key, number) in [("c", 1), ("d", 2)] {
+        let Some(ci) = Ci::new() else { return };
+        let command = fresh(&[&words[..], &["fail-once", key]].concat());
+        let why = format!(
+            "covering run {number}.repeated: the agent in the guest answered out of turn\n"
+        );
+        ci.expect(125, &[&cases[..], &[&why]].concat(), &command);
+    }
+}
