@@ -17,8 +17,12 @@ impl Printable for Comparison {
     }
 
     fn footer(&self) -> String {
+        let incomplete = match &self.ended_early {
+            Some(early) => format!("incomplete: {}\n", early.why),
+            None => String::new(),
+        };
         format!(
-            "{}; {} confidence for all keys together; {} runs, {} boot{}, seed {}\n",
+            "{incomplete}{}; {} confidence for all keys together; {} runs, {} boot{}, seed {}\n",
             self.measure,
             percent(self.confidence),
             self.runs,
@@ -38,12 +42,18 @@ fn row(key: &Compared) -> [String; 8] {
     let result = match key.result {
         Verdict::Difference => "difference".to_owned(),
         Verdict::NoDifference => "no difference found".to_owned(),
+        Verdict::Undecided => "undecided".to_owned(),
         Verdict::Failed => format!("failed: {}", key.why),
         Verdict::Skipped => format!("skipped: {}", key.why),
     };
     let Some(figures) = &key.figures else {
         let mut row = std::array::from_fn(|_| "-".to_owned());
         row[0].clone_from(&key.name);
+        if let Some(measured) = &key.so_far {
+            row[4] = measured.runs.to_string();
+            row[5] = short(measured.median_off);
+            row[6] = short(measured.median_on);
+        }
         row[7] = result;
         return row;
     };

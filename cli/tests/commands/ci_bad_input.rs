@@ -11,8 +11,13 @@ use super::lab::end;
 
 /// Returns the command of a run whose temporary files are in the test's folder.
 pub(super) fn with_own_tmp(ci: &Ci, words: &[&str]) -> Command {
+    verb_with_own_tmp(ci, "run", words)
+}
+
+/// Returns `patchbay ci VERB` whose temporary files are in the test's folder.
+pub(super) fn verb_with_own_tmp(ci: &Ci, verb: &str, words: &[&str]) -> Command {
     std::fs::create_dir_all(ci.path("tmp")).expect("a folder");
-    let mut command = ci.command(words);
+    let mut command = ci.verb(verb, words);
     command.env("TMPDIR", ci.path("tmp"));
     command
 }

@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use super::ci::Ci;
 
-const METRIC: &str = r"took (\S+) ns";
+pub(super) const METRIC: &str = r"took (\S+) ns";
 
 struct Done {
     status: Option<i32>,
@@ -44,7 +44,7 @@ fn expect(ci: &Ci, status: i32, texts: &[&str], words: &[&str]) -> Done {
     done
 }
 
-fn key<'a>(json: &'a Value, name: &str) -> &'a Value {
+pub(super) fn key<'a>(json: &'a Value, name: &str) -> &'a Value {
     let keys = json["keys"].as_array().expect("a list");
     let key = keys.iter().find(|key| key["name"] == name);
     key.unwrap_or_else(|| panic!("no {name} in {json}"))
@@ -62,6 +62,7 @@ fn a_key_with_an_effect_is_found_and_one_without_is_not() {
     let done = expect(&ci, 0, &["seed 7", ", 1 boot "], &words("json"));
     let json = done.json();
     assert_eq!(json["seed"], 7);
+    assert!(json["ended_early"].is_null(), "{json}");
     // One run without a flipped key, and 20 on each side of each key.
     assert_eq!((&json["runs"], &json["boots"]), (&81.into(), &1.into()));
     assert_eq!(json["measure"], METRIC);
@@ -285,9 +286,14 @@ fn a_comparison_that_ends_early_prints_its_results() {
     let json = expect(&ci, 125, &[why], &words).json();
     for name in ["c", "d"] {
         let key = key(&json, name);
-        assert_eq!(key["result"], "failed");
+        assert_eq!(key["result"], "undecided");
         assert!(key["why"].as_str().expect("text").contains(why), "{key}");
     }
+    let early = json["ended_early"].as_str().expect("text");
+    assert!(
+        early.starts_with("the comparison ended early, after "),
+        "{early}"
+    );
 }
 
 /// Checks that a key is excluded and restored if the command fails on one of its sides, and that

@@ -9,7 +9,8 @@ use std::process::{Child, Command, Stdio};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
 use super::ci::Ci;
-use super::ci_bad_input::{make_pipe, with_own_tmp};
+use super::ci_bad_input::{make_pipe, verb_with_own_tmp, with_own_tmp};
+use super::ci_compare::{METRIC, key};
 use super::ci_fresh::{assert_nothing_is_left, fresh};
 use super::ci_guest::{staying, until};
 
@@ -242,4 +243,81 @@ fn the_searches_of_all_jobs_are_reported() {
         );
         ci.expect(125, &[&cases[..], &[&why]].concat(), &command);
     }
+}
+
+/// The command that does not end is the first one of the second pair of the eighth round.
+#[test]
+fn an_interrupted_comparison_has_its_measurements_and_decides_nothing() {
+    let Some(ci) = Ci::new() else { return };
+    let words = |format| {
+        let guest = [
+            "--key", "c", "--key", "d", "--runs", "20", "--metric", METRIC,
+        ];
+        let result = [
+            "-o",
+            format,
+            "--plot",
+            "plot.svg",
+            "--seed",
+            "1",
+            "--timeout",
+            "1000s",
+        ];
+        let command = ["--", "stay-at", "32", "bench", "c", "2"];
+        verb_with_own_tmp(&ci, "compare", &[&guest[..], &result, &command].concat())
+    };
+    let done = interrupt(&ci, words("json"), 1, Signal::INT);
+    assert_eq!(done.status, Some(130), "{}", done.err);
+    let early = "the comparison ended early, after 31 runs: ";
+    assert_says(&done, &[early, ": interrupted by SIGINT\n"]);
+    let json: serde_json::Value = serde_json::from_str(&done.out).expect("JSON");
+    let why = json["ended_early"].as_str().expect("text");
+    assert!(
+        why.starts_with(early) && why.ends_with(": interrupted by SIGINT"),
+        "{why}"
+    );
+    let pairs: Vec<usize> = ["c", "d"]
+        .iter()
+        .map(|name| {
+            let key = key(&json, name);
+            assert_eq!(
+                (&key["result"], &key["why"]),
+                (&"undecided".into(), &why.into())
+            );
+            assert!(key["ratio"].is_null() && key["low"].is_null(), "{key}");
+            let [off, on] = ["off", "on"].map(|side| key[side].as_array().expect("a list").len());
+            assert_eq!((off, &key["runs"]), (on, &off.into()));
+            off
+        })
+        .collect();
+    // The first run measures nothing, and each pair takes two.
+    assert_eq!(pairs.iter().sum::<usize>(), 15, "{json}");
+    assert!(
+        key(&json, "c")["median_on"].as_f64() > Some(1900.0),
+        "{json}"
+    );
+    let plot = read(&ci, "plot.svg");
+    assert!(
+        plot.contains("; incomplete, ") && plot.ends_with("</svg>\n"),
+        "{plot}"
+    );
+
+    let done = interrupt(&ci, words("table"), 1, Signal::TERM);
+    assert_eq!(done.status, Some(143), "{}", done.err);
+    let lines: Vec<&str> = done.out.lines().collect();
+    for line in &lines[1..3] {
+        let cells: Vec<&str> = line.split_whitespace().collect();
+        assert_eq!(
+            (&cells[1..4], cells[7]),
+            (&["-"; 3][..], "undecided"),
+            "{}",
+            done.out
+        );
+    }
+    assert!(
+        lines[3].starts_with("incomplete: ") && lines[3].ends_with("SIGTERM"),
+        "{}",
+        done.out
+    );
+    assert_eq!(interrupt(&ci, words("name"), 1, Signal::INT).out, "");
 }

@@ -25,14 +25,14 @@ use self::metric::in_range;
 pub use self::plot::{percent, short};
 pub use self::schedule::MIN_RUNS;
 use self::schedule::{Finding, Schedule, Stage, Step, Turn};
-use self::stats::Pair;
+use self::stats::{Pair, medians};
 use crate::args::CompareArgs;
 use crate::console::printable;
 use crate::interrupt::Halt;
 use crate::keys::{Selected, Setting, Side};
 use crate::report::{Case, Verdict as CaseVerdict};
 use crate::runner::{Attempt, Kept, Runner};
-use crate::{FAILED, UNABLE, output, prepare, print_error, status};
+use crate::{FAILED, output, prepare, status, status_of};
 
 /// The name of the measure without `--metric`.
 const WALL_TIME: &str = "wall time in seconds";
@@ -55,18 +55,30 @@ pub struct Comparison {
     /// The plot could not be written, and the reason was printed.
     #[serde(skip)]
     pub plot_failed: bool,
-    /// A run could not take place, and the reason was printed. The keys that were not decided
-    /// until then have failed.
+    /// The reason why further runs did not take place, which was printed. The comparison is then
+    /// incomplete.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ended_early: Option<Early>,
+}
+
+/// The early end of a comparison.
+#[derive(Debug, Serialize)]
+#[serde(transparent)]
+pub struct Early {
+    /// The sentence that says why the comparison ended, and after how many runs.
+    pub why: String,
+    /// The exit status for this process.
     #[serde(skip)]
-    pub ended_early: bool,
+    status: u8,
 }
 
 impl Comparison {
-    /// Returns the exit status: 125 if a run could not take place; 1 if a key could not be compared
-    /// because a run failed or printed no measurement, or if the plot could not be written.
+    /// Returns the exit status: if the comparison ended early, that of the signal, or 125 after an
+    /// error; 1 if a key could not be compared because a run failed or printed no measurement, or
+    /// if the plot could not be written.
     pub fn status(&self) -> u8 {
-        if self.ended_early {
-            return UNABLE;
+        if let Some(early) = &self.ended_early {
+            return early.status;
         }
         match self.plot_failed || self.keys.iter().any(|key| key.result == Verdict::Failed) {
             true => FAILED,
@@ -85,6 +97,9 @@ pub struct Compared {
     pub why: String,
     #[serde(flatten)]
     pub figures: Option<Figures>,
+    /// The measurements so far of a key that was not decided.
+    #[serde(flatten)]
+    pub so_far: Option<Measured>,
 }
 
 impl Compared {
@@ -98,6 +113,7 @@ impl Compared {
             result,
             why,
             figures: None,
+            so_far: None,
         }
     }
 }
@@ -110,6 +126,8 @@ pub enum Verdict {
     Difference,
     /// The interval contains 1.
     NoDifference,
+    /// The comparison ended before the key was decided.
+    Undecided,
     /// A run failed or printed no measurement.
     Failed,
     /// The key cannot be flipped.
@@ -163,6 +181,33 @@ impl From<&Finding> for Figures {
     }
 }
 
+/// Measurements from which nothing was concluded. The fields are those of [`Figures`].
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Measured {
+    pub runs: usize,
+    pub median_off: f64,
+    pub median_on: f64,
+    pub off: Vec<f64>,
+    pub on: Vec<f64>,
+}
+
+impl Measured {
+    /// Returns the measurements and their medians; `None` if there are none.
+    fn of(pairs: &[Pair]) -> Option<Self> {
+        if pairs.is_empty() {
+            return None;
+        }
+        let (median_off, median_on) = medians(pairs);
+        Some(Self {
+            runs: pairs.len(),
+            median_off,
+            median_on,
+            off: pairs.iter().map(|pair| pair.off).collect(),
+            on: pairs.iter().map(|pair| pair.on).collect(),
+        })
+    }
+}
+
 /// A comparison, or the exit status of a run without one.
 pub(crate) enum Ended {
     Compared(Comparison),
@@ -201,9 +246,11 @@ pub(crate) async fn here(arguments: &CompareArgs, limit: Duration, halt: Halt) -
         named,
         keys,
         excluded: vec![],
+        undecided: vec![],
         runs: 1,
-        ended_early: false,
+        ended_early: None,
     };
+    comparing.runner.halt.keep_results();
     let seed = arguments.seed.unwrap_or_else(|| fastrand::u64(..));
     tell!("patchbay: seed {seed}");
     let schedule = Schedule::new(comparing.keys.len(), stages, alpha, seed);
@@ -269,14 +316,15 @@ struct Comparing {
     keys: Vec<Selected>,
     /// The indices of the keys that are not compared, with the reasons.
     excluded: Vec<(usize, Verdict, String)>,
+    /// The indices of the keys that were undecided at an early end, with their measurements.
+    undecided: Vec<(usize, Vec<Pair>)>,
     runs: u32,
-    /// A run could not take place.
-    ended_early: bool,
+    ended_early: Option<Early>,
 }
 
 impl Comparing {
-    /// Carries out the runs of a schedule. If a run cannot take place, keeps the results so far,
-    /// and the keys that are not decided have failed.
+    /// Carries out the runs of a schedule. If a run cannot take place, or after a signal, keeps the
+    /// results and the measurements so far.
     async fn follow(&mut self, mut schedule: Schedule) -> Result<Vec<Option<Finding>>> {
         for (number, key) in self.keys.iter().enumerate() {
             if let Some(why) = &key.obstacle {
@@ -287,14 +335,22 @@ impl Comparing {
         loop {
             // The bootstrap at the end of a stage takes time, and a signal must be able to
             // interrupt it.
+            let halt = self.runner.halt.clone();
             let (step, back) = tokio::task::spawn_blocking(move || {
-                let step = schedule.next();
+                let step = schedule.next(|| halt.cause().is_some());
                 (step, schedule)
             })
             .await?;
             schedule = back;
             match step {
-                None => return Ok(schedule.findings()),
+                None => {
+                    if let Some(cause) = self.runner.halt.cause()
+                        && !schedule.undecided().is_empty()
+                    {
+                        self.end_early(&mut schedule, &cause.into());
+                    }
+                    return Ok(schedule.findings());
+                }
                 Some(Step::Begin(stage, keys)) => announce(stage, keys),
                 Some(Step::Untestable(keys, why)) => {
                     let why = format!("too many keys passed the screening: {why}");
@@ -303,15 +359,7 @@ impl Comparing {
                     self.excluded.extend(keys.into_iter().map(failed));
                 }
                 Some(Step::Run(turn)) => match self.turn(turn).await {
-                    Err(error) => {
-                        print_error(&error);
-                        self.ended_early = true;
-                        let why = format!("the comparison ended early: {error:#}");
-                        for key in schedule.undecided() {
-                            schedule.give_up(key);
-                            self.excluded.push((key, Verdict::Failed, why.clone()));
-                        }
-                    }
+                    Err(error) => self.end_early(&mut schedule, &error),
                     Ok(Ok(pair)) => schedule.measured(turn.key, pair),
                     Ok(Err((verdict, why))) => {
                         schedule.give_up(turn.key);
@@ -322,6 +370,19 @@ impl Comparing {
                 },
             }
         }
+    }
+
+    /// Ends the comparison after an error or a signal. Prints the reason, and keeps it and the
+    /// measurements of the undecided keys for the report.
+    fn end_early(&mut self, schedule: &mut Schedule, error: &anyhow::Error) {
+        let (runs, status) = (self.runs, status_of(error));
+        let s = if runs == 1 { "" } else { "s" };
+        let why = format!("the comparison ended early, after {runs} run{s}: {error:#}");
+        tell!("patchbay: {}", printable(&why));
+        for key in schedule.undecided() {
+            self.undecided.push((key, schedule.abandon(key)));
+        }
+        self.ended_early = Some(Early { why, status });
     }
 
     /// Runs the command on both sides of a key. If a run fails, returns the verdict and the reason.
@@ -390,9 +451,19 @@ impl Comparing {
                     },
                     why: String::new(),
                     figures: Some(finding.into()),
+                    so_far: None,
                 })
             })
             .collect();
+        let early = self.ended_early.as_ref();
+        let why = early.map_or_else(String::new, |early| early.why.clone());
+        for (number, pairs) in &self.undecided {
+            let name = &self.keys[*number].setting.key;
+            results.push(Compared {
+                so_far: Measured::of(pairs),
+                ..Compared::without_figures(name, Verdict::Undecided, why.clone())
+            });
+        }
         for (number, verdict, why) in &self.excluded {
             let name = &self.keys[*number].setting.key;
             results.push(Compared::without_figures(name, *verdict, why.clone()));
@@ -441,6 +512,7 @@ mod tests {
                 ratio,
                 ..Figures::default()
             }),
+            so_far: None,
         };
         let mut results = vec![
             Compared::without_figures("skipped", Verdict::Skipped, "sealed".to_owned()),

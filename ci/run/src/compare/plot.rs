@@ -107,10 +107,14 @@ pub fn forest(comparison: &Comparison) -> String {
          <text x=\"{MARGIN}\" y=\"20\" font-size=\"14\" font-weight=\"bold\">{} with each key on, as a \
          ratio to key off</text>\n\
          <text x=\"{MARGIN}\" y=\"38\" fill=\"#555555\">{} confidence, seed {}; dark: a \
-         difference was found</text>",
+         difference was found{}</text>",
         escape(&comparison.measure),
         percent(comparison.confidence),
-        comparison.seed
+        comparison.seed,
+        match comparison.ended_early {
+            Some(_) => "; incomplete, because the comparison ended early",
+            None => "",
+        }
     );
     for mark in axis.marks() {
         let x = axis.x(mark);
@@ -242,13 +246,14 @@ mod tests {
                 high,
                 ..Figures::default()
             }),
+            so_far: None,
         }
     }
 
     fn comparison(keys: Vec<Compared>) -> Comparison {
         Comparison {
             plot_failed: false,
-            ended_early: false,
+            ended_early: None,
             seed: 7,
             confidence: 0.95,
             measure: "wall time < 5 & more".to_owned(),

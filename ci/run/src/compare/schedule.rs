@@ -190,8 +190,9 @@ impl Schedule {
         }
     }
 
-    /// Returns the next step; `None` at the end.
-    pub fn next(&mut self) -> Option<Step> {
+    /// Returns the next step; `None` at the end. Also returns `None` when `halted` becomes true
+    /// during the resamples at the end of a stage. Keys are then undecided.
+    pub fn next(&mut self, halted: impl Fn() -> bool) -> Option<Step> {
         loop {
             while let Some(turn) = self.round.pop() {
                 if matches!(self.keys[turn.key], State::Undecided(_)) {
@@ -205,8 +206,10 @@ impl Schedule {
                     self.begin_round(undecided);
                 }
                 _ => {
-                    if let Some(stage) = self.stage {
-                        self.close(stage, &undecided);
+                    if let Some(stage) = self.stage
+                        && !self.close(stage, &undecided, &halted)
+                    {
+                        return None;
                     }
                     let left = self.undecided();
                     self.stage = self.stages.next();
@@ -244,6 +247,15 @@ impl Schedule {
         self.keys.into_iter().map(finding).collect()
     }
 
+    /// Excludes an undecided key, and returns its measurements so far. In a ranking they are those
+    /// of the screening or those after it, and not both.
+    pub fn abandon(&mut self, key: usize) -> Vec<Pair> {
+        match std::mem::replace(&mut self.keys[key], State::GivenUp) {
+            State::Undecided(pairs) => pairs,
+            State::Decided(_) | State::GivenUp => vec![],
+        }
+    }
+
     /// Returns the keys without a result that are still compared.
     pub fn undecided(&self) -> Vec<usize> {
         let undecided = |&key: &usize| matches!(self.keys[key], State::Undecided(_));
@@ -270,11 +282,14 @@ impl Schedule {
         }
     }
 
-    /// Decides about the keys at the end of a stage.
-    fn close(&mut self, stage: Stage, keys: &[usize]) {
+    /// Decides about the keys at the end of a stage. Returns false if it was halted.
+    fn close(&mut self, stage: Stage, keys: &[usize], halted: &impl Fn() -> bool) -> bool {
         match stage {
             Stage::Screening { .. } => {
                 for &key in keys {
+                    if halted() {
+                        return false;
+                    }
                     let bootstrap = self.resample(key, self.alpha);
                     if bootstrap.p() > SCREENING_P {
                         self.decide(key, &bootstrap, self.alpha, false, true);
@@ -294,6 +309,9 @@ impl Schedule {
                 let mut tested = Vec::with_capacity(keys.len());
                 let mut p = Vec::with_capacity(keys.len());
                 for &key in keys {
+                    if halted() {
+                        return false;
+                    }
                     tested.push((key, self.bootstrap.clone()));
                     p.push(self.resample(key, smallest).p());
                 }
@@ -309,6 +327,7 @@ impl Schedule {
                 self.bootstrap = after;
             }
         }
+        true
     }
 
     fn resample(&mut self, key: usize, alpha: f64) -> Bootstrap {

@@ -3,11 +3,39 @@
 use super::*;
 use crate::compare::stats::tests::{HELD, normal};
 
+/// Takes one turn of each key of a round.
+fn round(schedule: &mut Schedule, keys: usize) {
+    for _ in 0..keys {
+        let Some(Step::Run(turn)) = schedule.next(|| true) else {
+            panic!("a run is halted by the caller, and not by the schedule");
+        };
+        let pair = Pair { off: 1.0, on: 2.0 };
+        schedule.measured(turn.key, pair);
+    }
+}
+
+/// Checks that the end of a stage can be halted, and that the keys then keep their measurements.
+#[test]
+fn a_halted_stage_leaves_its_keys_undecided() {
+    for (stages, rounds) in [(comparison(20, 0.05), 20), (ranking(30, 0.05), 10)] {
+        let mut schedule = Schedule::new(3, stages, 0.05, 1);
+        assert!(matches!(schedule.next(|| true), Some(Step::Begin(..))));
+        for _ in 0..rounds {
+            round(&mut schedule, 3);
+        }
+        assert_eq!(schedule.next(|| true), None);
+        assert_eq!(schedule.undecided(), [0, 1, 2]);
+        assert_eq!(schedule.abandon(1).len(), rounds);
+        assert_eq!(schedule.undecided(), [0, 2]);
+        assert_eq!(schedule.findings(), [None, None, None]);
+    }
+}
+
 /// Carries out a schedule with simulated measurements. A measurement has a noise of 2%, and each
 /// key that is on multiplies it by the key's effect. Returns the findings and the number of runs.
 fn follow(mut schedule: Schedule, effects: &[f64], rng: &mut Rng) -> (Vec<Option<Finding>>, u32) {
     let mut runs = 0;
-    while let Some(step) = schedule.next() {
+    while let Some(step) = schedule.next(|| false) {
         if let Step::Run(turn) = step {
             runs += 2;
             let mut measure = || 1.0 + 0.02 * normal(rng);
@@ -54,14 +82,14 @@ fn the_stages_share_the_error_rate() {
 fn each_round_has_every_key_once_in_random_order() {
     let mut schedule = Schedule::new(5, comparison(20, 0.05), 0.05, 3);
     assert!(matches!(
-        schedule.next(),
+        schedule.next(|| false),
         Some(Step::Begin(Stage::Look { .. }, 5))
     ));
     let (mut orders, mut firsts) = (vec![], [0; 5]);
     for _ in 0..20 {
         let mut order = vec![];
         for _ in 0..5 {
-            let Some(Step::Run(turn)) = schedule.next() else {
+            let Some(Step::Run(turn)) = schedule.next(|| false) else {
                 panic!("the round ends early");
             };
             order.push(turn.key);
@@ -73,8 +101,8 @@ fn each_round_has_every_key_once_in_random_order() {
         assert_eq!(sorted, [0, 1, 2, 3, 4]);
         orders.push(order);
     }
-    assert_eq!(schedule.next(), None);
-    assert_eq!(schedule.next(), None);
+    assert_eq!(schedule.next(|| false), None);
+    assert_eq!(schedule.next(|| false), None);
     orders.sort();
     orders.dedup();
     assert!(orders.len() > 10, "{orders:?}");
@@ -100,7 +128,7 @@ fn a_key_that_is_given_up_has_no_more_turns() {
     let mut schedule = Schedule::new(3, comparison(20, 0.05), 0.05, 1);
     let mut turns = [0; 3];
     schedule.give_up(2);
-    while let Some(step) = schedule.next() {
+    while let Some(step) = schedule.next(|| false) {
         let Step::Run(turn) = step else { continue };
         turns[turn.key] += 1;
         match (turn.key, turns[1]) {
@@ -113,10 +141,13 @@ fn a_key_that_is_given_up_has_no_more_turns() {
     assert!(findings[0].is_some() && findings[1].is_none() && findings[2].is_none());
 
     for stages in [comparison(20, 0.05), ranking(20, 0.05)] {
-        assert_eq!(Schedule::new(0, stages.clone(), 0.05, 1).next(), None);
+        assert_eq!(
+            Schedule::new(0, stages.clone(), 0.05, 1).next(|| false),
+            None
+        );
         let mut schedule = Schedule::new(1, stages, 0.05, 1);
         schedule.give_up(0);
-        assert_eq!(schedule.next(), None);
+        assert_eq!(schedule.next(|| false), None);
         assert_eq!(schedule.findings(), [None]);
     }
 }
@@ -156,7 +187,7 @@ fn a_ranking_ends_if_too_many_keys_pass_the_screening() {
     for (keys, ends) in [(5, false), (6, true)] {
         let mut schedule = Schedule::new(keys, ranking(90, 0.001), 0.001, 1);
         let (mut untestable, mut runs) = (vec![], 0);
-        while let Some(step) = schedule.next() {
+        while let Some(step) = schedule.next(|| false) {
             match step {
                 Step::Untestable(keys, why) => {
                     assert!(why.contains("fewer keys"), "{why}");
