@@ -245,6 +245,7 @@ impl FakeGuest {
                 self.send(file("results/one", false));
                 self.send(Answer::Fetched(ExecFetched {}));
             }
+            "/endless" => stay(),
             "/hostile" => self.send(file("../../../tmp/patchbay-escaped", false)),
             _ => self.send(Answer::Error(format!("{path} cannot be read in the guest"))),
         }

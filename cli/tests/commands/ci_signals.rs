@@ -90,13 +90,22 @@ fn a_signal_ends_a_matrix_with_the_reports_of_its_cases() {
     ] {
         std::fs::write(ci.path("j.xml"), "the report of an earlier run").expect("written");
         let words = ["--matrix", "[a-d]", "--ktap", "--junit", "j.xml"];
-        let words = [&words[..], &["--timeout", "1000s", "--", "stay-with", "c"]].concat();
+        let command = [
+            "--collect",
+            "/results",
+            "--timeout",
+            "1000s",
+            "--",
+            "stay-with",
+            "c",
+        ];
+        let words = [&words[..], &command].concat();
         let done = interrupt(&ci, with_own_tmp(&ci, &words), 1, signal);
         let why = format!("the run ended early, after 3 of 5 cases: c=on: interrupted by {name}");
-        assert_says(
-            &done,
-            &[&why, "3 passed, 0 failed, 0 skipped, ended early\n"],
-        );
+        let summary = "3 passed, 0 failed, 0 skipped, ended early\n";
+        // The guest's command still runs, so its files are not complete.
+        let collected = "nothing is collected: the guest has ended\n";
+        assert_says(&done, &[&why, summary, collected]);
         let expected = format!(
             "KTAP version 1\n1..5\nok 1 no key flipped\nok 2 a=on\nok 3 b=on\nBail out! {why}\n"
         );
@@ -184,6 +193,22 @@ fn a_run_without_a_matrix_is_reported_as_missing() {
     let expected = format!("KTAP version 1\n1..1\nBail out! {why}\n");
     assert_eq!((done.out, done.status), (expected, Some(143)));
     assert_junit(&ci, 0, why);
+}
+
+/// Checks that a signal after the last run ends only the copying of files.
+#[test]
+fn a_signal_while_files_are_collected_keeps_the_report() {
+    let Some(ci) = Ci::new() else { return };
+    let words = ["--matrix", "a", "--ktap", "--junit", "j.xml"];
+    let collect = ["--collect", "/results", "--collect", "/endless"];
+    let words = [&words[..], &collect, &["--", "true"]].concat();
+    let done = interrupt(&ci, with_own_tmp(&ci, &words), 1, Signal::TERM);
+    assert_eq!(done.status, Some(143), "{}", done.err);
+    let why = "patchbay: not all files were collected: interrupted by SIGTERM\n";
+    assert_says(&done, &["2 passed, 0 failed, 0 skipped\n", why]);
+    assert!(done.out.ends_with("\nok 2 a=on\n"), "{}", done.out);
+    assert!(read(&ci, "j.xml").contains("tests=\"2\" failures=\"0\" skipped=\"0\" errors=\"0\""));
+    assert_eq!(read(&ci, "collected/results/one"), "text");
 }
 
 #[test]
