@@ -24,8 +24,8 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 /// The time in which a repetition of the first signal belongs to the same request. timeout(1) sends
-/// its signal to the command and then to the whole process group, and some programs pass on a signal
-/// that the terminal has also sent to this process.
+/// its signal to the command and then to the whole process group, and some programs pass on a
+/// signal that the terminal has also sent to this process.
 const SAME_REQUEST: Duration = Duration::from_millis(200);
 
 /// A signal that ends this process.

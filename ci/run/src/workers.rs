@@ -161,7 +161,8 @@ mod tests {
         assert!(started.get() < 100, "{}", started.get());
     }
 
-    /// The first item ends when it is stopped, so the second worker does the others until one fails.
+    /// The first item ends when it is stopped, so the second worker does the others until one
+    /// fails.
     #[tokio::test]
     async fn results_after_an_unfinished_one_are_kept_after_an_error() {
         for first_fails in [true, false] {

@@ -232,9 +232,9 @@ pub enum CiCommand {
     /// the command is killed after --timeout, 10m unless given. Exit codes: the command's own, or 1
     /// if it is 0 and the kernel reported a problem; 124 if the command timed out; 125 if the run
     /// could not take place or the guest was lost; 127 if the command could not be started. With
-    /// --matrix: 0 if no run failed; 1 if one did; 125 if a run could not take place. SIGHUP, SIGINT
-    /// and SIGTERM end the run with 129, 130 and 143, and the results so far are reported; a second
-    /// signal ends it without a report.
+    /// --matrix: 0 if no run failed; 1 if one did; 125 if a run could not take place. SIGHUP,
+    /// SIGINT and SIGTERM end the run with 129, 130 and 143, and the results so far are reported; a
+    /// second signal ends it without a report.
     Run(Box<patchbay_ci::RunArgs>),
     /// Measure the effect of static keys on a benchmark.
     ///
@@ -245,8 +245,8 @@ pub enum CiCommand {
     /// because it cannot be flipped; 1 if the command failed or printed no measurement with a key,
     /// or the plot could not be written; if the first run, in which no key is flipped, failed, the
     /// exit code that `ci run` would have; 125 if the comparison could not take place. SIGHUP,
-    /// SIGINT and SIGTERM end it with 129, 130 and 143, and the results so far are printed, in which
-    /// the other keys are undecided; a second signal ends it without results.
+    /// SIGINT and SIGTERM end it with 129, 130 and 143, and the results so far are printed, in
+    /// which the other keys are undecided; a second signal ends it without results.
     Compare(Box<patchbay_ci::CompareArgs>),
 }
 
