@@ -184,7 +184,7 @@ mod tests {
             assert_eq!(errors[0].1.to_string(), "no guest");
             match first_fails {
                 true => assert_eq!((errors.len(), taken), (2, vec![1, 2])),
-                false => assert_eq!((errors.len(), taken), (1, vec![1, 2, 0])),
+                false => assert_eq!((errors.len(), taken), (1, vec![0, 1, 2])),
             }
         }
     }
