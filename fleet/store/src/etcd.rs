@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use patchbay_access::connect::TlsFiles;
+use tonic::metadata::MetadataValue;
 use tonic::{Code, Status, Streaming};
 
 use super::members::Members;
@@ -22,6 +23,9 @@ mod pb {
 /// The default root of a controller's keys.
 pub const DEFAULT_ROOT: &str = "/patchbay/fleet/";
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+/// Makes a member that has no leader end the watch. Such a member may be cut off from the others,
+/// and would report no change until it reaches them again.
+const REQUIRE_LEADER: &str = "hasleader";
 /// The maximum size of an answer.
 const MAX_ANSWER_BYTES: usize = 256 << 20;
 /// The number of entries in a page of unknown size. A page of the largest entries that etcd takes
@@ -365,6 +369,9 @@ impl Store for EtcdStore {
         // The channel is empty and its receiver exists, so this cannot fail.
         let _ = requests.try_send(request);
         let stream = tokio_stream::wrappers::ReceiverStream::new(stream);
+        let mut stream = tonic::Request::new(stream);
+        let metadata = stream.metadata_mut();
+        metadata.insert(REQUIRE_LEADER, MetadataValue::from_static("true"));
         let answers = self.watch.clone().watch(stream).await;
         let answers = answers.map_err(|status| unavailable(&status))?.into_inner();
         Ok(Box::new(EtcdWatch {
