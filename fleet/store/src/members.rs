@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Treats the members of an etcd cluster as one connection. Calls go to one member until it does
-//! not answer a call. Then further calls go to the next member.
+//! not answer a call, or fails it as a member without a leader does. Then further calls go to the
+//! next member.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -14,6 +15,7 @@ use patchbay_access::connect::TlsFiles;
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response, Uri};
 use tonic::transport::{Channel, Endpoint, Error};
+use tonic::{Code, Status};
 use tower::{Service, ServiceExt};
 
 use crate::store::StoreError;
@@ -87,6 +89,18 @@ fn connect(address: &str, tls: Option<&TlsFiles>) -> Result<Channel, StoreError>
     }
 }
 
+/// Returns whether the member may be cut off from the others. It then fails a call at the call's
+/// deadline, often before the client does.
+fn is_without_leader<T>(answer: &Response<T>) -> bool {
+    let status = Status::from_header_map(answer.headers());
+    let code = status.map_or(Code::Ok, |status| status.code());
+    // etcd 3.4 reports a deadline as unknown.
+    matches!(
+        code,
+        Code::Unavailable | Code::DeadlineExceeded | Code::Unknown
+    )
+}
+
 impl Service<Request<Body>> for Members {
     type Response = Response<Body>;
     type Error = Error;
@@ -102,11 +116,33 @@ impl Service<Request<Body>> for Members {
         let (current, next) = (Arc::clone(&self.current), (at + 1) % self.channels.len());
         Box::pin(async move {
             let answer = channel.oneshot(request).await;
-            if answer.is_err() {
+            if answer.as_ref().map_or(true, is_without_leader) {
                 // If several calls fail at the same time, only one of them selects the next member.
                 let _ = current.compare_exchange(at, next, Ordering::Relaxed, Ordering::Relaxed);
             }
             answer
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_member_that_may_have_no_leader_is_left() {
+        for (status, is_left) in [
+            (Status::unavailable("etcdserver: no leader"), true),
+            (Status::unavailable("etcdserver: request timed out"), true),
+            (Status::unknown("context deadline exceeded"), true),
+            (Status::deadline_exceeded(""), true),
+            (Status::not_found("etcdserver: requested lease"), false),
+            (Status::out_of_range("compacted"), false),
+            (Status::resource_exhausted("no space"), false),
+        ] {
+            let answer = status.clone().into_http::<()>();
+            assert_eq!(is_without_leader(&answer), is_left, "{status}");
+        }
+        assert!(!is_without_leader(&Response::new(())));
     }
 }
