@@ -13,6 +13,9 @@ pub use patchbay_lab::packages::{
 /// Packages that the tests of the controller need.
 pub const ETCD: &[&str] = &["etcd-server", "etcd-client"];
 
+/// Packages that the tests of an etcd whose network is partitioned need.
+pub const NETWORK: &[&str] = &["iproute2"];
+
 /// Packages that the tests of a controller whose wall clock jumps need.
 pub const CLOCK: &[&str] = &["faketime"];
 

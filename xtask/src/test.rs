@@ -281,6 +281,7 @@ fn variables(
         ("patchbay-store", "etcd", host::ETCD),
         ("patchbay-fleet", "Chromium", host::BROWSER),
         ("patchbay-fleet", "libfaketime", host::CLOCK),
+        ("patchbay-fleet", "ip", host::NETWORK),
         ("patchbay-vmm::instructions", "valgrind", host::VALGRIND),
         ("patchbay-cli::commands", "trace-cmd", host::TRACE_CMD),
         ("patchbay-cli::commands", "journald", host::JOURNAL),

@@ -12,7 +12,9 @@ mod processes {
     mod faults;
     mod fleet;
     mod gate_file;
+    mod network;
     mod outages;
+    mod partitions;
     mod people;
     mod persons;
     mod records;

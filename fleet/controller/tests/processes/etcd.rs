@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs a cluster of etcd on the loopback interface.
+//! Runs a cluster of etcd on the loopback interface, or in network namespaces.
 
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -12,6 +14,7 @@ use patchbay_fleet::store::{DEFAULT_ROOT, EtcdStore, Store};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::fleet::PATIENCE;
+use super::network::{Network, Side};
 
 pub struct Etcd {
     folder: tempfile::TempDir,
@@ -22,6 +25,8 @@ pub struct Etcd {
     tls: bool,
     /// The maximum size of the database in bytes; `None` for etcd's default.
     quota: Option<u64>,
+    /// Each member is in a namespace of this network.
+    network: Option<Network>,
 }
 
 fn has_etcdctl() -> bool {
@@ -30,6 +35,26 @@ fn has_etcdctl() -> bool {
         eprintln!("SKIPPED: no etcdctl on this machine; apt-get install etcd-client");
     }
     is_there
+}
+
+/// The port of members that are in namespaces.
+pub const PORT: u16 = 2379;
+
+/// Returns the number of a member in addresses.
+fn number(member: usize) -> u8 {
+    u8::try_from(member + 1).expect("few members")
+}
+
+/// Returns the number of watches that a member has, by its metrics.
+fn watchers(member: &Ipv4Addr) -> u64 {
+    let mut stream = TcpStream::connect((*member, PORT)).expect("it listens");
+    let request = "GET /metrics HTTP/1.0\r\n\r\n";
+    stream.write_all(request.as_bytes()).expect("sent");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("answered");
+    let mut lines = answer.lines();
+    let line = lines.find_map(|line| line.strip_prefix("etcd_debugging_mvcc_watcher_total "));
+    line.and_then(|count| count.parse().ok()).expect("a number")
 }
 
 pub fn free_address() -> String {
@@ -41,6 +66,20 @@ impl Etcd {
     /// Starts a cluster; `None` if etcd is not installed.
     pub async fn start(members: usize) -> Option<Self> {
         let etcd = Self::prepare(members, false)?;
+        etcd.run().await
+    }
+
+    /// Starts a cluster whose members are in namespaces of their own. `None` without etcd and
+    /// etcdctl.
+    pub async fn start_in(network: Network, members: u8) -> Option<Self> {
+        has_etcdctl().then_some(())?;
+        let mut etcd = Self::prepare(usize::from(members), false)?;
+        etcd.network = Some(network);
+        let url =
+            |side: Side, member: usize| format!("http://{}:{PORT}", side.address(number(member)));
+        let members = 0..etcd.members.len();
+        etcd.clients = members.clone().map(|of| url(Side::Clients, of)).collect();
+        etcd.peers = members.map(|of| url(Side::Peers, of)).collect();
         etcd.run().await
     }
 
@@ -131,6 +170,7 @@ impl Etcd {
             members: (0..members).map(|_| None).collect(),
             tls,
             quota: None,
+            network: None,
         })
     }
 
@@ -176,8 +216,79 @@ impl Etcd {
             command.arg("--key-file").arg(&files.key);
             command.arg("--trusted-ca-file").arg(&files.ca);
         }
+        if let Some(network) = self.network {
+            let sides = [Side::Clients, Side::Peers];
+            command = network.enter(number(member), &sides, &command);
+        }
         command.stdout(Stdio::null()).stderr(Stdio::null());
         self.members[member] = Some(command.spawn().expect("starts"));
+    }
+
+    fn network(&self) -> Network {
+        self.network.expect("the members are in namespaces")
+    }
+
+    pub fn cut(&self, member: usize, side: Side) {
+        self.network().cut(number(member), side);
+    }
+
+    pub fn heal(&self, member: usize, side: Side) {
+        self.network().heal(number(member), side);
+    }
+
+    /// Returns the address at which clients reach a member that is in a namespace.
+    pub fn address(member: usize) -> Ipv4Addr {
+        let address = Side::Clients.address(number(member));
+        address.parse().expect("an address")
+    }
+
+    /// Waits until the members have this many watches of clients.
+    pub async fn has_watchers(&self, count: u64) {
+        let reached = async {
+            loop {
+                let members = 0..self.members.len();
+                let found: u64 = members.map(|member| watchers(&Self::address(member))).sum();
+                if found == count {
+                    return;
+                }
+                tokio::task::yield_now().await;
+            }
+        };
+        let reached = tokio::time::timeout(PATIENCE, reached).await;
+        reached.unwrap_or_else(|_| panic!("never {count} watches"));
+    }
+
+    /// Waits until all members have the same leader, and returns it.
+    pub async fn leader(&self) -> usize {
+        let found = async {
+            loop {
+                if let Some(leader) = self.common_leader().await {
+                    return leader;
+                }
+            }
+        };
+        let found = tokio::time::timeout(PATIENCE, found).await;
+        found.expect("the members agree in time")
+    }
+
+    async fn common_leader(&self) -> Option<usize> {
+        let mut command = tokio::process::Command::new("etcdctl");
+        command.env("ETCDCTL_API", "3").kill_on_drop(true);
+        command.arg("--endpoints").arg(self.addresses());
+        command.args(["--command-timeout=2s", "--dial-timeout=1s"]);
+        command.args(["endpoint", "status", "--write-out=json"]);
+        let output = command.output().await.expect("it starts");
+        // The output is an answer of each member that answers, in the order of the endpoints.
+        let answers: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout).ok()?;
+        let all_of = |path: &str| -> Vec<Option<u64>> {
+            let answers = answers.iter();
+            answers.map(|of| of.pointer(path)?.as_u64()).collect()
+        };
+        let (leaders, ids) = (all_of("/Status/leader"), all_of("/Status/header/member_id"));
+        let is_agreed = leaders.len() == self.members.len()
+            && leaders.iter().all(|leader| *leader == leaders[0]);
+        is_agreed.then_some(())?;
+        ids.iter().position(|id| id.is_some() && *id == leaders[0])
     }
 
     pub fn signal(&self, member: usize, signal: Signal) {

@@ -260,7 +260,8 @@ impl ProcessFleet {
         command
     }
 
-    fn command(&self, name: &str, user: &str) -> Command {
+    /// Returns the command of a replica with the default lease.
+    pub fn command(&self, name: &str, user: &str) -> Command {
         let mut command = self.bare_command(name);
         command.args(self.etcd.options_of(user));
         command
@@ -366,6 +367,16 @@ impl Replica {
     pub fn signal(&self, signal: Signal) {
         let process = self.process.lock().expect("not poisoned");
         kill_process(Pid::from_child(&process.0), signal).expect("sent");
+    }
+
+    pub fn id(&self) -> u32 {
+        self.process.lock().expect("not poisoned").0.id()
+    }
+
+    /// Skips the lines that it has logged until now.
+    pub async fn skip_log(&self) {
+        let mut log = self.log.lock().await;
+        while log.try_recv().is_ok() {}
     }
 
     /// Waits for a line of the log that contains the text.
