@@ -12,11 +12,15 @@ mod processes {
     mod faults;
     mod fleet;
     mod gate_file;
+    mod host_kills;
+    mod killing;
+    mod kills;
     mod network;
     mod outages;
     mod partitions;
     mod people;
     mod persons;
+    mod proxy;
     mod records;
     mod registry;
     mod samples;

@@ -13,6 +13,7 @@ use patchbay_proto::fleet::v1;
 use patchbay_proto::fleet::v1::inventory_service_client::InventoryServiceClient;
 use patchbay_proto::fleet::v1::rollout_service_client::RolloutServiceClient;
 use patchbay_proto::v1 as guest;
+use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::sync::mpsc;
@@ -267,7 +268,8 @@ impl ProcessFleet {
         command
     }
 
-    fn bare_command(&self, name: &str) -> Command {
+    /// Returns the command of a controller without a store.
+    pub fn bare_command(&self, name: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_patchbay-fleet"));
         command
             .arg("--socket")
@@ -297,8 +299,13 @@ impl ProcessFleet {
         gate_file::write(&self.path("gates.d"), name, &text);
     }
 
-    /// Returns the changes in a guest's audit log: the counts of "alpha" before and after.
+    /// Returns the changes in a guest's audit log: the counts of keys before and after.
     pub fn changes(&self, guest: usize) -> Vec<(i64, i64)> {
+        self.changes_of(guest, &["alpha", "beta"])
+    }
+
+    /// Returns the changes of these keys in a guest's audit log.
+    pub fn changes_of(&self, guest: usize, keys: &[&str]) -> Vec<(i64, i64)> {
         let log = std::fs::read_to_string(self.path(&format!("web-{guest}.audit")));
         let mut changes = Vec::new();
         for line in log.expect("the audit log").lines() {
@@ -307,6 +314,9 @@ impl ProcessFleet {
                 continue;
             }
             for change in line["changes"].as_array().expect("changes") {
+                if !keys.iter().any(|key| change["key"] == *key) {
+                    continue;
+                }
                 let count = |name: &str| change[name].as_i64().expect("a count");
                 changes.push((count("before"), count("after")));
             }
@@ -314,13 +324,32 @@ impl ProcessFleet {
         changes
     }
 
+    /// Calls every guest of a host through the host's `patchbayd`. Calls that were made before
+    /// have most likely arrived then.
+    pub async fn ask_guests(&self, host: usize) {
+        let channel = channel(&self.path(&format!("host-{host}.sock")));
+        let mut guests = GuestServiceClient::new(channel);
+        for of in host * self.per_host..(host + 1) * self.per_host {
+            let request = guest::DescribeGuestRequest {
+                guest: format!("web-{of}"),
+                ..Default::default()
+            };
+            guests.describe_guest(request).await.expect("it answers");
+        }
+    }
+
     /// Flips "beta" of a guest through its host's `patchbayd`.
     pub async fn flip_beta(&self, guest: usize) -> Result<(), Status> {
+        self.update(guest, "beta", guest::KeyOp::Enable).await
+    }
+
+    /// Changes a key of a guest by hand through its host's `patchbayd`.
+    pub async fn update(&self, guest: usize, key: &str, op: guest::KeyOp) -> Result<(), Status> {
         let host = guest / self.per_host;
         let channel = channel(&self.path(&format!("host-{host}.sock")));
         let update = guest::KeyUpdate {
-            name: "beta".to_owned(),
-            op: guest::KeyOp::Enable.into(),
+            name: key.to_owned(),
+            op: op.into(),
             ..Default::default()
         };
         let request = guest::UpdateStaticKeysRequest {
