@@ -207,6 +207,12 @@ fn a_ledger_whose_attachers_are_killed() {
     support::kill_ledger::kill_ledger(Tcg, "a_ledger_whose_attachers_are_killed");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_claim_ends_in_time_after_its_attacher_was_killed() {
+    const TEST: &str = "a_claim_ends_in_time_after_its_attacher_was_killed";
+    support::supervised::ends_a_claim_in_time(Tcg, TEST).await;
+}
+
 #[test]
 fn the_trace_events_of_a_stock_kernel() {
     support::trace::trace(Tcg);
