@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Changes three Linux guests, canary first. A rollout whose gate fails is aborted, which undoes its
-//! change, and one whose gate passes changes all guests. After each step the demo checks what the
-//! guests execute.
+//! Changes three Linux guests, canary first. A rollout whose gate fails is aborted, which undoes
+//! its change, and one whose gate passes changes all guests. After each step the demo checks what
+//! the guests execute.
 #![forbid(unsafe_code)]
 
 use std::fs;

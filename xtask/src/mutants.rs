@@ -14,7 +14,7 @@ use crate::{cargo, host, simulate};
 /// The folder of the patches, relative to the repository.
 const PATCHES: &str = "fleet/controller/tests/simulation/mutants";
 /// The number of seeds that are searched if the seed of the file does not find the fault.
-const SEARCHED: u64 = 600;
+const SEARCHED: u64 = 3_000;
 
 struct Mutant {
     name: String,

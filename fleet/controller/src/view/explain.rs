@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Explains why a guest is in its state. The advice names only commands that the rollout's phase and
-//! the policy allow at present.
+//! Explains why a guest is in its state. The advice names only commands that the rollout's phase
+//! and the policy allow at present.
 
 use patchbay_access::policy::Policy;
 

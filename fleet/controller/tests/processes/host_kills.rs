@@ -25,9 +25,9 @@ enum Place {
     Changed,
     /// The guest is changed. The next daemon starts before the guest's answer.
     Answering,
-    /// As for `Changed`, and the next daemon is killed as soon as it is started.
+    /// The same as `Changed`, and the next daemon is killed as soon as it is started.
     Twice,
-    /// As for `Changed`, and the leading controller is killed too.
+    /// The same as `Changed`, and the leading controller is killed too.
     WithController,
 }
 
