@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use crate::store::{Change, Expected, Fence, LeaseId, Store, StoreError, Transaction};
+use crate::store::{Change, Expected, Fence, Renewal, Store, StoreError, Transaction};
 
 const KEY: &str = "leader";
 /// The maximum time of a resignation. If it takes longer, the lease expires by itself.
@@ -50,11 +50,7 @@ impl Leader {
 /// A term as leader.
 pub struct Term {
     pub fence: Fence,
-    lease: LeaseId,
-    ttl: Duration,
-    renewed: Instant,
-    /// The time of the next renewal.
-    next: Instant,
+    renewal: Renewal,
     store: Arc<dyn Store>,
 }
 
@@ -70,7 +66,7 @@ pub async fn campaign(
 ) -> Result<Term, StoreError> {
     loop {
         wait_until_absent(store.as_ref(), leader).await?;
-        let renewed = Instant::now();
+        let granted = Instant::now();
         let lease = store.grant(ttl).await?;
         let candidacy = Transaction::new().expect(KEY, Expected::Absent).put_leased(
             KEY,
@@ -82,10 +78,7 @@ pub async fn campaign(
                 let key = KEY.to_owned();
                 return Ok(Term {
                     fence: Fence { key, created },
-                    lease,
-                    ttl,
-                    renewed,
-                    next: renewed + ttl / 3,
+                    renewal: Renewal::new(lease, ttl, granted),
                     store: Arc::clone(store),
                 });
             }
@@ -123,36 +116,15 @@ async fn wait_until_absent(
 }
 
 impl Term {
-    /// Renews the lease. Returns the error when renewals have failed for the lease's lifetime, or
-    /// the lease has expired. A repeat after the future was dropped goes on with its schedule.
+    /// Renews the lease until that fails, and returns the error, as [`Renewal::keep`] does.
     pub async fn keep(&mut self) -> StoreError {
-        loop {
-            tokio::time::sleep_until(self.next).await;
-            let begun = Instant::now();
-            // A renewal that hangs must not outlast the lease.
-            let renewal = self.store.renew(self.lease);
-            let renewal = tokio::time::timeout_at(self.renewed + self.ttl, renewal).await;
-            self.next = begun + self.ttl / 3;
-            let error = match renewal {
-                Ok(Ok(())) => {
-                    self.renewed = begun;
-                    continue;
-                }
-                Ok(Err(error)) => error,
-                Err(_) => StoreError::Unavailable("the store does not answer".to_owned()),
-            };
-            let is_over = self.renewed.elapsed() >= self.ttl;
-            if is_over || matches!(error, StoreError::LeaseExpired(_)) {
-                return error;
-            }
-            tracing::warn!("the leader's lease is not renewed: {error}");
-        }
+        self.renewal.keep(self.store.as_ref()).await
     }
 
     /// Gives up the leadership, so that another replica can lead at once.
     pub async fn resign(self) {
         // If this fails, the lease expires.
-        let revoked = self.store.revoke(self.lease);
+        let revoked = self.store.revoke(self.renewal.lease());
         let _ = tokio::time::timeout(RESIGN_TIMEOUT, revoked).await;
     }
 }
@@ -166,7 +138,7 @@ mod tests {
     use tokio::sync::Notify;
 
     use super::*;
-    use crate::store::{EmbeddedStore, Layer};
+    use crate::store::{EmbeddedStore, Layer, LeaseId};
 
     /// The lease's lifetime. It is long enough that a loaded machine does not end a term between
     /// two renewals.

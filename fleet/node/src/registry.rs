@@ -11,7 +11,6 @@ use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_store::registry::{GuestRecord, HostRecord, RegisterError, Registration};
 use patchbay_store::{EtcdStore, Store, StoreError};
-use tokio::time::Instant;
 
 use crate::monitors::{Directory, HostedGuest};
 use crate::serve::RegistryConfig;
@@ -82,19 +81,9 @@ pub async fn run(host: Host, directory: Directory, shutdown: impl Future<Output 
 
 /// Updates the registration until it is lost, and returns the reason.
 async fn keep(registration: &mut Registration, host: &Host, directory: &Directory) -> StoreError {
-    let (store, lease) = (Arc::clone(&host.store), registration.lease());
-    let renew = async {
-        let mut renewed = Instant::now();
-        loop {
-            tokio::time::sleep(TTL / 3).await;
-            match store.renew(lease).await {
-                Ok(()) => renewed = Instant::now(),
-                Err(error @ StoreError::LeaseExpired(_)) => return error,
-                Err(error) if renewed.elapsed() >= TTL => return error,
-                Err(error) => tracing::warn!(%error, "the registration is not renewed"),
-            }
-        }
-    };
+    let store = Arc::clone(&host.store);
+    let mut renewal = registration.renewal();
+    let renew = renewal.keep(store.as_ref());
     let update = async {
         let mut changes = directory.subscribe();
         loop {

@@ -23,6 +23,9 @@ mod pb {
 /// The default root of a controller's keys.
 pub const DEFAULT_ROOT: &str = "/patchbay/fleet/";
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+/// The timeout of a renewal. It leaves time to ask another member before a lease of 10 s ends, and
+/// is shorter than that around the whole call, so that the failure leads to another member.
+const RENEWAL_TIMEOUT: Duration = Duration::from_secs(3);
 /// Makes a member that has no leader end the watch. Such a member may be cut off from the others,
 /// and would report no change until it reaches them again.
 const REQUIRE_LEADER: &str = "hasleader";
@@ -409,9 +412,10 @@ impl Store for EtcdStore {
     }
 
     async fn renew(&self, lease: LeaseId) -> Result<(), StoreError> {
-        let request = timed(tokio_stream::once(pb::LeaseKeepAliveRequest {
+        let mut request = tonic::Request::new(tokio_stream::once(pb::LeaseKeepAliveRequest {
             id: lease.0,
         }));
+        request.set_timeout(RENEWAL_TIMEOUT);
         let renewal = async {
             let mut answers = self
                 .lease

@@ -36,12 +36,14 @@ mod etcd_tests;
 mod layer;
 mod members;
 pub mod registry;
+mod renewal;
 mod store;
 
 #[cfg(feature = "embedded")]
 pub use self::embedded::EmbeddedStore;
 pub use self::etcd::{DEFAULT_ROOT, EtcdStore};
 pub use self::layer::Layer;
+pub use self::renewal::Renewal;
 pub use self::store::{
     Change, Entry, Expected, Fence, LeaseId, MAX_ROOT_BYTES, MAX_TRANSACTION_BYTES,
     MAX_TRANSACTION_OPS, Revision, Snapshot, Store, StoreError, Transaction, Watch, Write,

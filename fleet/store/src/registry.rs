@@ -21,8 +21,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
 
-use crate::{Change, Expected, Fence, LeaseId, Store, StoreError, Transaction, Write, commit_all};
+use crate::{
+    Change, Expected, Fence, LeaseId, Renewal, Store, StoreError, Transaction, Write, commit_all,
+};
 
 /// The prefix of the registry's keys.
 pub const PREFIX: &str = "registry/";
@@ -102,6 +105,9 @@ pub struct Registration {
     store: Arc<dyn Store>,
     name: String,
     lease: LeaseId,
+    ttl: Duration,
+    /// The time at which the lease was requested.
+    granted: Instant,
     fence: Fence,
     /// The guests that the registry may have; `None` if it may have another record, because a
     /// write had no answer.
@@ -172,6 +178,7 @@ impl Registration {
             }
             store.revoke(LeaseId(other.lease)).await?;
         }
+        let granted = Instant::now();
         let lease = store.grant(ttl).await?;
         record.lease = lease.0;
         let create = Transaction::new()
@@ -182,6 +189,8 @@ impl Registration {
                 store,
                 name: name.to_owned(),
                 lease,
+                ttl,
+                granted,
                 fence: Fence { key, created },
                 guests: BTreeMap::new(),
             }),
@@ -231,9 +240,9 @@ impl Registration {
         Ok(writes.len())
     }
 
-    /// Returns the lease. The host stays registered while it is renewed.
-    pub fn lease(&self) -> LeaseId {
-        self.lease
+    /// Returns the renewals of the lease, by which the host stays registered.
+    pub fn renewal(&self) -> Renewal {
+        Renewal::new(self.lease, self.ttl, self.granted)
     }
 
     /// Removes the host and its guests at once.
@@ -436,7 +445,7 @@ mod tests {
             ),
             "{stale:?}"
         );
-        let renewed = store.renew(first.lease()).await;
+        let renewed = store.renew(first.renewal().lease()).await;
         assert!(matches!(renewed, Err(StoreError::LeaseExpired(_))));
         let refused = new("a", false).await.err().expect("refused");
         assert!(
