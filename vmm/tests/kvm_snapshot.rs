@@ -343,7 +343,10 @@ fn damaged_files_are_refused() {
     }
     let mut later = state.clone();
     later[8] += 1;
-    assert!(matches!(with_state(&later), SnapshotError::Version(3)));
+    let error = with_state(&later);
+    assert!(matches!(error, SnapshotError::Version(3)));
+    let formats = "has format 3, and this monitor restores format 2";
+    assert!(error.to_string().contains(formats), "{error}");
     std::fs::write(path(STATE_FILE), &state).unwrap();
 
     let memory = File::options().write(true).open(path(MEMORY_FILE)).unwrap();

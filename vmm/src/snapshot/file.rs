@@ -19,7 +19,7 @@ use sha2::{Digest, Sha256};
 use super::SnapshotError;
 
 const MAGIC: &[u8; 8] = b"PBSNAPSH";
-const VERSION: u32 = 2;
+pub const VERSION: u32 = 2;
 /// Bytes of the header that the checksum covers.
 const CHECKED: usize = 24;
 pub const HEADER: usize = CHECKED + 32;

@@ -4,8 +4,9 @@
 //!
 //! The digest is the XXH64, with seed 0, of the number (little-endian, 8 bytes) and the content of
 //! each page that is not all zeros, in order. It does not depend on which zeros are holes in the
-//! file. It detects damage, for which a cryptographic hash is not needed: where the CPU has no
-//! instructions for SHA-256, that hash would take longer than everything else that starts a copy.
+//! file. It detects damage and does not authenticate, so no cryptographic hash is needed. Where the
+//! CPU has no instructions for SHA-256, SHA-256 would take longer than all other work of starting a
+//! copy.
 
 use std::fs::File;
 use std::hash::Hasher;

@@ -71,7 +71,8 @@ pub enum SnapshotError {
     )]
     NotAState,
     #[error(
-        "the snapshot has format {0}, and this monitor restores format 1; take the snapshot again"
+        "the snapshot has format {0}, and this monitor restores format {current}; take the snapshot again",
+        current = file::VERSION
     )]
     Version(u32),
     #[error(
@@ -225,7 +226,7 @@ impl Snapshot {
     }
 
     /// Returns the SHA-256 digest of the state, which includes the digest of the memory. It
-    /// identifies the snapshot.
+    /// identifies the state. The digest of the memory only detects damage.
     #[must_use]
     pub fn digest(&self) -> [u8; 32] {
         self.digest
