@@ -97,8 +97,7 @@ pub struct Hosts {
     guests: Arc<RwLock<BTreeMap<String, BTreeMap<String, GuestRecord>>>>,
     /// The changes of hosts and guests in the registry.
     records: Log<Changed>,
-    /// The changes of nothing but keys. They are many, because each rollout makes them, so they
-    /// must not displace the others.
+    /// The changes of keys alone. Rollouts cause many of them, which must not displace the others.
     keys: Log<KeysChanged>,
 }
 

@@ -71,8 +71,8 @@ impl<T: Clone> Reader<T> {
         self.counter.has_changed().unwrap_or(false)
     }
 
-    /// Returns the changes since the last call; `None` if they are not kept any more.
-    pub fn take(&mut self) -> Option<Vec<T>> {
+    /// Returns the changes since the last call that are still kept, and whether these are all.
+    pub fn take(&mut self) -> (Vec<T>, bool) {
         let latest = self
             .log
             .latest
@@ -80,8 +80,9 @@ impl<T: Clone> Reader<T> {
             .unwrap_or_else(PoisonError::into_inner);
         let count = *self.counter.borrow_and_update();
         let since = std::mem::replace(&mut self.seen, count);
-        let new = usize::try_from(count.saturating_sub(since)).ok()?;
-        let skipped = latest.len().checked_sub(new)?;
-        Some(latest.iter().skip(skipped).cloned().collect())
+        let new = usize::try_from(count.saturating_sub(since)).unwrap_or(usize::MAX);
+        let skipped = latest.len().saturating_sub(new);
+        let changes = latest.iter().skip(skipped).cloned().collect();
+        (changes, new <= latest.len())
     }
 }

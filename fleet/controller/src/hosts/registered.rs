@@ -18,7 +18,7 @@ pub struct Changed {
     pub guest: Option<String>,
 }
 
-/// A guest whose keys have changed, and of whose record nothing else has.
+/// A guest in whose record nothing but the revision of its keys has changed.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct KeysChanged {
     pub host: String,
@@ -31,12 +31,13 @@ pub struct Following {
     keys: Reader<KeysChanged>,
 }
 
-/// The changes of the registry since a rollout looked last.
+/// The changes of the registry since the rollout last looked.
 #[derive(Default)]
 pub struct News {
-    /// `None` stands for everything.
+    /// `None` if changes were lost, so that every guest must be asked.
     pub records: Option<Vec<Changed>>,
-    /// Some of them may be missing when many have changed. Their guests are asked later.
+    /// The earliest are missing if more have changed than the log keeps. These guests are asked at
+    /// their next query.
     pub keys: Vec<KeysChanged>,
 }
 
@@ -64,9 +65,11 @@ impl Following {
 
     /// Returns the changes since the last call.
     pub fn take(&mut self) -> News {
+        let (records, are_all) = self.records.take();
+        let (keys, _) = self.keys.take();
         News {
-            records: self.records.take(),
-            keys: self.keys.take().unwrap_or_default(),
+            records: are_all.then_some(records),
+            keys,
         }
     }
 }

@@ -389,6 +389,13 @@ impl Rollout {
             .get_or_insert(latest - run % CHECK_INTERVAL);
         let mut members = std::mem::take(&mut self.run.check_now);
         self.hurry(&members);
+        // The answer to a query in progress may be older than the change that is to be found.
+        let is_asked = |index: &usize| {
+            let member = &self.members[*index];
+            has_claims(member) && self.run.in_flight.get(index) == Some(&member.generation)
+        };
+        let again = members.iter().copied().filter(is_asked).collect();
+        self.run.check_now = again;
         // A time beyond the interval means that the clock was set back.
         if now >= from || from > latest {
             members.extend(self.reached());

@@ -395,8 +395,8 @@ impl Rollout {
         }
     }
 
-    /// Asks the guests that have changed at once if they have the claims. If more than their keys
-    /// has changed, it also repeats what failed on them.
+    /// Makes the next step ask each guest that has changed whether it has the claims. Also repeats
+    /// failed calls at once, unless only the guest's keys have changed.
     pub fn look_again(&mut self, news: &News) {
         let (mut hosts, mut guests) = (BTreeSet::new(), BTreeSet::new());
         for one in news.records.iter().flatten() {

@@ -88,7 +88,7 @@ pub struct Guest {
     pub has_watchdog: bool,
     pub vm: Arc<InMemoryGuest>,
     requests: Arc<Requests>,
-    /// The number of times that the guest itself has changed keys.
+    /// The number of times that the guest has changed a key, or loaded or unloaded the module.
     pub own_changes: u64,
     /// The number of times that the module was loaded.
     pub loads: u32,

@@ -74,9 +74,9 @@ impl Record {
 /// Guests that have changed in the registry.
 #[derive(Clone, Default)]
 pub struct Changes {
-    /// The names of guests with another boot.
+    /// The names of guests whose boot has changed.
     boots: BTreeSet<String>,
-    /// The hosts and the names of guests with other keys and nothing else.
+    /// The hosts and names of guests of which only the keys have changed.
     keys: BTreeSet<(String, String)>,
 }
 
@@ -248,7 +248,7 @@ impl World {
         let Some((mut guests, seen)) = lost.and_then(|term| term.missed.take()) else {
             return;
         };
-        // A guest that came and is gone again is not in the list.
+        // A guest that appeared and disappeared meanwhile is not in the list.
         let records = &self.registered.records;
         let is_listed = |guest: &String| {
             let end = format!("/guests/{guest}");
@@ -311,6 +311,7 @@ impl World {
             });
             let is_meant = match member.state {
                 State::AsWanted { .. } => header.phase.has_desired_state(),
+                _ if member.state.is_ineffective() => header.phase.has_desired_state(),
                 State::Claiming { .. } | State::Releasing { .. } => has_booted && !waits,
                 _ => false,
             };
