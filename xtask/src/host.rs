@@ -13,7 +13,7 @@ pub use patchbay_lab::packages::{
 /// Packages that the tests of the controller need.
 pub const ETCD: &[&str] = &["etcd-server", "etcd-client"];
 
-/// Packages that the tests of an etcd whose network is partitioned need.
+/// Packages that the tests in which the network of etcd is cut need.
 pub const NETWORK: &[&str] = &["iproute2"];
 
 /// Packages that the tests of a controller whose wall clock jumps need.

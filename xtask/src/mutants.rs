@@ -4,6 +4,7 @@
 //! A mutant is a patch that puts one fault into the code. Its file begins with a sentence that
 //! describes the fault, and a line with a seed of the simulation that finds it.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
@@ -73,7 +74,9 @@ fn all(repository: &Path) -> Result<Vec<Mutant>> {
         };
         let mutant = read().with_context(|| {
             let file = patch.display();
-            format!("{file} does not begin with a line that describes the fault and `Seed: N`")
+            format!(
+                "{file}: the first line must describe the fault, and the second must be `Seed: N`"
+            )
         })?;
         mutants.push(mutant);
     }
@@ -81,7 +84,7 @@ fn all(repository: &Path) -> Result<Vec<Mutant>> {
     Ok(mutants)
 }
 
-/// Makes the tree a copy of the working tree. A file with the same content is not written, so that
+/// Makes `tree` a copy of the working tree. A file with the same content is not written, so that
 /// cargo does not build it again.
 fn copy(tree: &Path) -> Result<()> {
     let mut list = git(&host::repository());
@@ -97,7 +100,9 @@ fn copy(tree: &Path) -> Result<()> {
         bail!("{list:?} failed");
     }
     let names = String::from_utf8(listed.stdout)?;
-    for name in names.split_terminator('\0') {
+    let names: BTreeSet<&str> = names.split_terminator('\0').collect();
+    remove_others(tree, tree, &names)?;
+    for name in names {
         let (from, to) = (host::repository().join(name), tree.join(name));
         // A file that was deleted may still be in the index.
         if !from.is_file() {
@@ -113,6 +118,25 @@ fn copy(tree: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Removes the files of a folder in the tree that do not have these names.
+fn remove_others(tree: &Path, folder: &Path, names: &BTreeSet<&str>) -> Result<()> {
+    let Ok(entries) = std::fs::read_dir(folder) else {
+        return Ok(());
+    };
+    for entry in entries {
+        let path = entry?.path();
+        if path.is_dir() {
+            remove_others(tree, &path, names)?;
+            continue;
+        }
+        let name = path.strip_prefix(tree)?.to_str();
+        if name.is_none_or(|name| !names.contains(name)) {
+            std::fs::remove_file(&path)?;
+        }
+    }
+    Ok(())
+}
+
 /// Applies the patch of a mutant to a tree.
 fn apply(tree: &Path, mutant: &Mutant, arguments: &[&str]) -> Result<()> {
     let mut command = git(tree);
@@ -122,7 +146,7 @@ fn apply(tree: &Path, mutant: &Mutant, arguments: &[&str]) -> Result<()> {
     command.arg("apply").args(arguments).arg(&mutant.patch);
     if !command.status().context("cannot run git")?.success() {
         bail!(
-            "{} does not fit the code any more; make it again",
+            "{} does not apply to the code any more; make the patch again",
             mutant.patch.display()
         );
     }
@@ -145,7 +169,7 @@ fn find(tree: &Path, mutant: &Mutant) -> Result<Option<u64>> {
         let mut command = simulate::command(&test, values);
         let output = command.stdout(Stdio::null()).output()?;
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
-        // The run prints each broken seed as "seed N, after", and the panic of the test the first.
+        // The run prints a line "seed N, after ..." for each broken seed.
         let broken = text.lines().filter_map(|line| {
             let (seed, _) = line.strip_prefix("seed ")?.split_once(", after ")?;
             seed.parse().ok()

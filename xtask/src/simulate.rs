@@ -24,8 +24,8 @@ pub struct Options {
     /// The first seed; a single one prints its events
     #[arg(long, value_name = "S")]
     seed: Option<u64>,
-    /// Put each of the faults in fleet/controller/tests/simulation/mutants alone into a copy of
-    /// the code, and check that its seed finds it
+    /// Apply each mutant in fleet/controller/tests/simulation/mutants to a copy of the code, one at
+    /// a time, and check that its seed finds the fault
     #[arg(long, conflicts_with_all = ["seeds", "seed"])]
     mutants: bool,
 }
