@@ -14,7 +14,7 @@
 //!   with an error                    this process ends at once, without a report
 //! ```
 //!
-//! In all cases the guests and the temporary files are dropped, which ends and removes them.
+//! In all cases the guests are ended and the temporary files are removed.
 
 use std::fmt;
 use std::time::Duration;

@@ -10,9 +10,9 @@ use anyhow::{Context, Result};
 
 use crate::monitor::cannot_write;
 
-/// Writes a file under another name and renames it. If that fails, an existing file is unchanged.
-/// This takes place on another thread, because a pipe may block until it has a reader, and a signal
-/// must be able to end this process meanwhile.
+/// Replaces a file: writes the content under another name and renames it. Pipes, devices and files
+/// that cannot be replaced are written in place. The work takes place on another thread, because a
+/// pipe may block until it has a reader, and a signal must be able to end this process meanwhile.
 ///
 /// # Errors
 /// The file cannot be written.
@@ -23,8 +23,9 @@ pub async fn write(path: &Path, content: String) -> Result<()> {
     written.with_context(|| cannot_write(path))
 }
 
-/// Prints results on standard output, on another thread for the same reason. A closed standard
-/// output does not change the result of a run.
+/// Prints results on standard output, on another thread, because a write to a pipe may block and a
+/// signal must be able to end this process meanwhile. A closed standard output does not change the
+/// result of a run.
 pub async fn print(text: String) {
     let print = move || io::stdout().write_all(text.as_bytes());
     let _ = tokio::task::spawn_blocking(print).await;

@@ -335,7 +335,7 @@ impl Controller {
             count => {
                 let next = match (is_report, drift.phase.as_str()) {
                     (true, "completed") => "; change them with --fix, or accept them with --adopt",
-                    // The rollout does not tell whether it is the policy that demands approvals.
+                    // The controller does not report whether its policy demands approvals.
                     (true, "paused") => {
                         "; resume the rollout and then change them with --fix, or accept them with \
                          --adopt, which a policy that demands approvals allows only once the \

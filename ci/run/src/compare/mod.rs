@@ -55,8 +55,7 @@ pub struct Comparison {
     /// The plot could not be written, and the reason was printed.
     #[serde(skip)]
     pub plot_failed: bool,
-    /// The reason why further runs did not take place, which was printed. The comparison is then
-    /// incomplete.
+    /// The early end, whose reason was printed; `None` if the comparison is complete.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ended_early: Option<Early>,
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs the fleet and a rollout. Each step that is printed is checked first.
+//! Runs the fleet and a rollout. Fails if a step does not have its effect.
 
 #[path = "../hosts/mod.rs"]
 mod hosts;

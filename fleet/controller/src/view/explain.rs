@@ -13,8 +13,8 @@ use crate::rollout::{
 
 /// The advice for a guest that only a person can remove from the rollout, while the policy does not
 /// allow this.
-const STAYS: &str = "the policy demands approvals, so the guest can leave the rollout once that is \
-                     completed or aborted";
+const STAYS: &str = "the policy demands approvals, so the guest can leave the rollout only after the \
+                     rollout is completed or an abort or undo has begun";
 
 /// Explains why the guest is in its state, and how that can change.
 pub fn explain(rollout: &Rollout, index: usize, now: Millis, policy: &Policy) -> Vec<String> {
