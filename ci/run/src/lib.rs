@@ -214,12 +214,16 @@ async fn run_here(arguments: &RunArgs, limit: Duration, halt: Halt) -> Result<u8
 /// The folder cannot be created, or a signal arrived. The files that were copied before it are
 /// kept.
 async fn collect_at_end(runner: &mut Runner, collect: &Collect) -> Result<()> {
+    if collect.paths.is_empty() || runner.booted().is_none() {
+        return collect.from(None, None).await;
+    }
     let halt = runner.halt.clone();
     let cause = tokio::select! {
-        // After a signal there is no guest, and `Collect::from` is ready at once.
+        // A signal from the terminal also ends the monitor. The signal is the cause, and not the
+        // loss of the guest.
         biased;
-        collected = collect.from(runner.booted(), None) => return collected,
         cause = halt.requested() => cause,
+        collected = collect.from(runner.booted(), None) => return collected,
     };
     Err(cause).context("not all files were collected")
 }

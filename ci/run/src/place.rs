@@ -79,7 +79,8 @@ pub(crate) fn run_in_lab(results: &Results) -> Result<u8> {
     let status = machine::run(&job)?;
     for (name, path) in results {
         let from = job.out.join(name);
-        match from.is_file() {
+        // Root in the lab could make a link to a file of this machine.
+        match fs::symlink_metadata(&from).is_ok_and(|of| of.is_file()) {
             true => {
                 let content = fs::read(&from).with_context(|| cannot_write(path))?;
                 output::write_now(path, &content).with_context(|| cannot_write(path))?;

@@ -160,7 +160,7 @@ fn a_second_signal_ends_the_run_without_a_report() {
                 .is_ok_and(|line| line.ends_with(", ended early"))
         };
         assert!(lines.any(|line| summary(&line)));
-        // A repetition of the first signal that follows it closely does not count.
+        // A signal that follows the first one closely does not count.
         until(|| {
             let ended = run.try_wait().expect("its status").is_some();
             if !ended {
