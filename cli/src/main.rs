@@ -24,6 +24,7 @@ mod view;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
+use patchbay_ci::compare::Comparison;
 use patchbay_kernel_image::Patterns;
 
 use crate::args::guest::GuestCommand;
@@ -82,13 +83,11 @@ async fn run(cli: Cli) -> Result<u8, Failure> {
         Command::Ci(CiCommand::Compare(arguments)) => {
             Patterns::parse(&arguments.matrix)
                 .map_err(|error| Failure::usage(error.to_string()))?;
-            match patchbay_ci::compare(*arguments, cli.timeout).await {
-                Ok(comparison) => {
-                    print::print(cli.output.format(), &comparison)?;
-                    Ok(comparison.status())
-                }
-                Err(status) => Ok(status),
-            }
+            let format = cli.output.format();
+            let render = |comparison: &Comparison| {
+                print::text(format, comparison).map_err(|failure| failure.message)
+            };
+            Ok(patchbay_ci::compare(*arguments, cli.timeout, render).await)
         }
         Command::Lab(arguments) => lab::run(arguments, cli.timeout),
         _ => run_on_guests(cli).await.map(|()| 0),

@@ -105,18 +105,33 @@ pub async fn run(arguments: RunArgs, limit: Option<Duration>) -> u8 {
     }
 }
 
-/// Runs the command with each key off and on, each time for at most `limit` or 10 minutes, and
-/// returns the comparison.
-///
-/// # Errors
-/// The exit status for this process, if there is no comparison or if it took place in the lab. The
-/// reason was printed.
-pub async fn compare(arguments: CompareArgs, limit: Option<Duration>) -> Result<Comparison, u8> {
+/// Runs the command with each key off and on, each time for at most `limit` or 10 minutes, prints
+/// the comparison as `render` formats it, and returns the exit status for this process. Prints the
+/// reason if there is no comparison.
+pub async fn compare(
+    arguments: CompareArgs,
+    limit: Option<Duration>,
+    render: impl FnOnce(&Comparison) -> Result<String, String>,
+) -> u8 {
     let limit = limit.unwrap_or(DEFAULT_LIMIT);
-    let here = async |arguments: CompareArgs, halt| compare::here(&arguments, limit, halt).await;
-    match in_place(arguments, here).await? {
-        Ended::Compared(comparison) => Ok(comparison),
-        Ended::Status(status) => Err(status),
+    let here = async move |arguments: CompareArgs, halt| {
+        let comparison = match compare::here(&arguments, limit, halt).await? {
+            Ended::Compared(comparison) => comparison,
+            Ended::Status(status) => return Ok(status),
+        };
+        let text = render(&comparison).map_err(anyhow::Error::msg)?;
+        let status = comparison.status();
+        match output::print(text).await {
+            Err(error) => {
+                print_error(&error);
+                // The status of an early end stays.
+                Ok(if status == 0 { FAILED } else { status })
+            }
+            Ok(()) => Ok(status),
+        }
+    };
+    match in_place(arguments, here).await {
+        Ok(status) | Err(status) => status,
     }
 }
 
@@ -197,11 +212,15 @@ async fn run_here(arguments: &RunArgs, limit: Duration, halt: Halt) -> Result<u8
         }
         None => Ok(()),
     };
-    if arguments.ktap {
-        output::print(report::ktap(&cases)).await;
-    }
+    let printed = match arguments.ktap {
+        true => output::print(report::ktap(&cases)).await,
+        false => Ok(()),
+    };
     // An error of one result must not discard the others.
-    for error in [collected, reported].into_iter().filter_map(Result::err) {
+    for error in [collected, reported, printed]
+        .into_iter()
+        .filter_map(Result::err)
+    {
         status = print_error(&error);
     }
     prepare::print_times(start, preparation, &runner, jobs);

@@ -53,9 +53,18 @@ pub fn write_now(path: &Path, content: &[u8]) -> io::Result<()> {
 /// Prints results on standard output, on another thread, because a write to a pipe may block and a
 /// signal must be able to end this process meanwhile. A closed standard output does not change the
 /// result of a run.
-pub async fn print(text: String) {
-    let print = move || io::stdout().write_all(text.as_bytes());
-    let _ = spawn_blocking(print).await;
+///
+/// # Errors
+/// Standard output cannot be written, for example because the disk is full.
+pub async fn print(text: String) -> Result<()> {
+    let print = move || {
+        let mut out = io::stdout();
+        out.write_all(text.as_bytes()).and(out.flush())
+    };
+    match spawn_blocking(print).await? {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        printed => printed.context("cannot write to standard output"),
+    }
 }
 
 /// The name of a new file that has yet to replace another one. Dropping it removes the name.

@@ -139,19 +139,26 @@ pub fn complain(text: &str) {
 /// # Errors
 /// The output cannot be written.
 pub fn print(output: Output, value: &impl Printable) -> Result<(), Failure> {
-    let text = match output {
-        Output::Table => match value.nouns() {
-            Some(nouns) if value.names().is_empty() => {
-                say_empty(nouns);
-                return Ok(());
-            }
-            _ => harmless(&value.table()),
-        },
-        Output::Json => json(value)?,
-        Output::Yaml => yaml(value)?,
-        Output::Name => lines(&value.names()),
-    };
-    write(&text)
+    match value.nouns() {
+        Some(nouns) if output == Output::Table && value.names().is_empty() => {
+            say_empty(nouns);
+            Ok(())
+        }
+        _ => write(text(output, value)?),
+    }
+}
+
+/// Formats a value for standard output.
+///
+/// # Errors
+/// The value has no representation in the format.
+pub fn text(output: Output, value: &impl Printable) -> Result<String, Failure> {
+    match output {
+        Output::Table => Ok(harmless(&value.table())),
+        Output::Json => json(value),
+        Output::Yaml => yaml(value),
+        Output::Name => Ok(lines(&value.names())),
+    }
 }
 
 /// Prints one value of a stream: as JSON on one line, or as a YAML document.

@@ -2,10 +2,11 @@
 //! Tests without KVM that `patchbay ci` reports its results at a signal. The signal is sent when
 //! the simulated guests of [`super::ci_guest`] run commands that do not end.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
+use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
 use super::ci::Ci;
@@ -345,4 +346,54 @@ fn an_interrupted_comparison_has_its_measurements_and_decides_nothing() {
         done.out
     );
     assert_eq!(interrupt(&ci, words("name"), 1, Signal::INT).out, "");
+}
+
+/// Checks that a standard output that is not read does not keep a comparison from ending, and that
+/// a closed one, such as that of tee(1) after Ctrl-C, does not hide the signal.
+#[test]
+fn a_comparison_that_cannot_be_printed_ends_with_the_status_of_the_signal() {
+    let Some(ci) = Ci::new() else { return };
+    let compare = |command: &[&str]| {
+        let words = ["--key", "a", "--runs", "20", "--timeout", "1000s"];
+        let words = [&words[..], &["--metric", METRIC, "--"], command].concat();
+        verb_with_own_tmp(&ci, "compare", &words)
+    };
+    let (unread, full) = std::io::pipe().expect("a pipe");
+    fcntl_setfl(&full, OFlags::NONBLOCK).expect("set");
+    while (&full).write(&[0]).is_ok() {}
+    fcntl_setfl(&full, OFlags::empty()).expect("set");
+    let mut command = compare(&["bench", "a", "2"]);
+    let run = command.stdout(full).stderr(Stdio::piped()).spawn();
+    let mut run = run.expect("it starts");
+    let mut lines = BufReader::new(run.stderr.take().expect("piped")).lines();
+    // The times are the last line on standard error.
+    assert!(lines.any(|line| line.is_ok_and(|line| line.contains(", 1 boot "))));
+    until(|| {
+        let ended = run.try_wait().expect("its status").is_some();
+        if !ended {
+            send(&run, Signal::INT);
+        }
+        ended
+    });
+    assert_eq!(run.wait().expect("it ends").code(), Some(130));
+    assert_nothing_is_left(&ci);
+    drop(unread);
+
+    let mut run = start(compare(&["stay-at", "8", "bench", "a", "2"]));
+    drop(run.stdout.take());
+    until(|| staying(&ci.path("")).len() == 1);
+    send_to_all(&run, Signal::INT);
+    let output = run.wait_with_output().expect("it ends");
+    assert_eq!(output.status.code(), Some(130));
+    assert_nothing_is_left(&ci);
+
+    // Errors other than a closed pipe are reported.
+    let full = std::fs::File::options().write(true).open("/dev/full");
+    let run = compare(&["bench", "a", "2"])
+        .stdout(full.expect("a device"))
+        .output();
+    let run = run.expect("it starts");
+    let text = "cannot write to standard output: No space left";
+    assert!(String::from_utf8_lossy(&run.stderr).contains(text));
+    assert_eq!(run.status.code(), Some(1));
 }
