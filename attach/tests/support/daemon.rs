@@ -138,16 +138,21 @@ impl Daemon {
         log.lines().filter(|line| line.contains(words)).count()
     }
 
-    /// Returns the process of the attacher that was started last.
-    pub fn attacher(&self) -> rustix::process::Pid {
+    /// Returns the process of the attacher that was started last; `None` before the first.
+    pub fn attacher(&self) -> Option<rustix::process::Pid> {
         let log = fs::read_to_string(&self.log).expect("a log");
         let lines = log.lines().rev();
         let mut lines = lines.filter_map(|line| serde_json::from_str::<Value>(line).ok());
         let started = lines.find(|line| line["message"] == "attaching");
         let pid = started.and_then(|line| line["pid"].as_i64());
         let pid = pid.and_then(|pid| i32::try_from(pid).ok());
-        let pid = pid.and_then(rustix::process::Pid::from_raw);
-        pid.expect("an attacher was started")
+        pid.and_then(rustix::process::Pid::from_raw)
+    }
+
+    /// Ends the daemon by SIGKILL. Its attachers stay.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 
     /// Stops the daemon, which must end without an error.

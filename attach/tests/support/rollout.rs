@@ -286,7 +286,7 @@ pub fn moves(accelerator: Accelerator) {
     controller.ends("net", "completed");
 
     // The daemon would start its attacher again.
-    let attacher = daemon.attacher();
+    let attacher = daemon.attacher().expect("it serves the guest");
     daemon.stop();
     let early = ledger(&programs, &here, &["export"]);
     let refused = String::from_utf8_lossy(&early.stderr);

@@ -29,13 +29,16 @@ use super::{Accelerator, BOOT_SECTOR, Memory, PATIENCE, Qemu, options, until};
 const ATTACHER: &str = "PATCHBAY_TEST_SUPERVISED";
 const KEYS: [(&str, u64); 2] = [("alpha", 2), ("beta", 1)];
 
-/// The daemon, whose last attacher ends with it.
+/// A daemon. Dropping it also kills its last attacher.
 struct Ending(Daemon);
 
 impl Drop for Ending {
     fn drop(&mut self) {
-        // The attachers of a daemon outlive it.
-        let _ = kill_process(self.0.attacher(), Signal::KILL);
+        // A daemon that lives would start another attacher.
+        self.0.kill();
+        if let Some(attacher) = self.0.attacher() {
+            let _ = kill_process(attacher, Signal::KILL);
+        }
     }
 }
 
@@ -83,7 +86,7 @@ pub async fn ends_a_claim_in_time(accelerator: Accelerator, test: &str) {
         println!("{}", programs.succeeds(&host, &words));
     };
     claim("kept", &[]);
-    claim("timed", &["--ttl", "20s", "beta=on"]);
+    claim("timed", &["--ttl", "60s", "beta=on"]);
     let owners = || {
         let claims = programs.succeeds(&host, &["keys", "claims", "-o", "json"]);
         let claims: Value = serde_json::from_str(&claims).expect("JSON");
@@ -91,21 +94,25 @@ pub async fn ends_a_claim_in_time(accelerator: Accelerator, test: &str) {
         let owners = claims.map(|of| of["owner"].as_str().expect("a name").to_owned());
         owners.collect::<Vec<_>>()
     };
+    let counts = || {
+        let keys: Value = serde_json::from_str(&programs.succeeds(&host, &list)).expect("JSON");
+        ["alpha", "beta"].map(|name| {
+            let mut keys = keys.as_array().expect("a list").iter();
+            let key = keys.find(|key| key["name"] == name).expect("there");
+            key["count"].as_i64().expect("a number")
+        })
+    };
     assert_eq!(owners(), ["kept", "timed", "timed"]);
-    let first = daemon.0.attacher();
+    // So it is not the first attacher that ends the claim.
+    assert_eq!(counts(), [2, 1]);
+    let first = daemon.0.attacher().expect("it serves the guest");
     kill_process(first, Signal::KILL).expect("it runs");
 
     until("another attacher serves the guest", || {
-        daemon.0.attacher() != first && is_served()
+        daemon.0.attacher() != Some(first) && is_served()
     });
     until("the claims end", || owners() == ["kept"]);
-    let keys: Value = serde_json::from_str(&programs.succeeds(&host, &list)).expect("JSON");
-    let counts = ["alpha", "beta"].map(|name| {
-        let mut keys = keys.as_array().expect("a list").iter();
-        let key = keys.find(|key| key["name"] == name).expect("there");
-        key["count"].clone()
-    });
-    assert_eq!(counts, [Value::from(1), Value::from(0)], "{keys}");
+    assert_eq!(counts(), [1, 0]);
 }
 
 /// Serves the guest as `patchbay-attach` with these arguments does.

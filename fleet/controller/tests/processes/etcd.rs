@@ -2,14 +2,16 @@
 //! Runs a cluster of etcd on the loopback interface, or in network namespaces.
 
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use patchbay_access::certs;
 use patchbay_fleet::hosts::TlsFiles;
-use patchbay_fleet::store::{DEFAULT_ROOT, EtcdStore, Store};
+use patchbay_fleet::store::{
+    DEFAULT_ROOT, EtcdStore, Expected, Revision, Store, StoreError, Transaction,
+};
 
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -37,6 +39,9 @@ fn has_etcdctl() -> bool {
     is_there
 }
 
+/// The key of the leading controller.
+const LEADER: &str = "leader";
+
 /// The port of members that are in namespaces.
 pub const PORT: u16 = 2379;
 
@@ -45,9 +50,14 @@ fn number(member: usize) -> u8 {
     u8::try_from(member + 1).expect("few members")
 }
 
+/// The timeout of each wait for a member's metrics, which no correct run reaches.
+const METRICS: Duration = Duration::from_secs(5);
+
 /// Returns the number of watches that a member has, by its metrics.
 fn watchers(member: &Ipv4Addr) -> u64 {
-    let mut stream = TcpStream::connect((*member, PORT)).expect("it listens");
+    let address = SocketAddr::from((*member, PORT));
+    let mut stream = TcpStream::connect_timeout(&address, METRICS).expect("it listens");
+    stream.set_read_timeout(Some(METRICS)).expect("connected");
     let request = "GET /metrics HTTP/1.0\r\n\r\n";
     stream.write_all(request.as_bytes()).expect("sent");
     let mut answer = String::new();
@@ -237,25 +247,27 @@ impl Etcd {
     }
 
     /// Returns the address at which clients reach a member that is in a namespace.
-    pub fn address(member: usize) -> Ipv4Addr {
+    fn address(member: usize) -> Ipv4Addr {
         let address = Side::Clients.address(number(member));
         address.parse().expect("an address")
     }
 
-    /// Waits until the members have this many watches of clients.
-    pub async fn has_watchers(&self, count: u64) {
+    /// Waits until the members have this many watches of clients, and returns the number of each
+    /// member.
+    pub async fn has_watchers(&self, count: u64) -> Vec<u64> {
         let reached = async {
             loop {
                 let members = 0..self.members.len();
-                let found: u64 = members.map(|member| watchers(&Self::address(member))).sum();
-                if found == count {
-                    return;
+                let found = members.map(|member| watchers(&Self::address(member)));
+                let found: Vec<u64> = found.collect();
+                if found.iter().sum::<u64>() == count {
+                    return found;
                 }
-                tokio::task::yield_now().await;
+                tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
         let reached = tokio::time::timeout(PATIENCE, reached).await;
-        reached.unwrap_or_else(|_| panic!("never {count} watches"));
+        reached.unwrap_or_else(|_| panic!("never {count} watches"))
     }
 
     /// Waits until all members have the same leader, and returns it.
@@ -265,6 +277,7 @@ impl Etcd {
                 if let Some(leader) = self.common_leader().await {
                     return leader;
                 }
+                tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
         let found = tokio::time::timeout(PATIENCE, found).await;
@@ -329,6 +342,24 @@ impl Etcd {
             options.push(format!("--etcd-key={}", files.key.display()));
         }
         options
+    }
+
+    /// Returns the revision at which the leading controller became the leader.
+    pub async fn term(&self) -> Revision {
+        let leader = self.store().get(LEADER).await.expect("etcd runs");
+        leader.expect("a controller leads").created
+    }
+
+    /// Ends this term as the end of the leader's lease does. A later term continues.
+    pub async fn end_term(&self, term: Revision) {
+        let end = Transaction::new()
+            .expect(LEADER, Expected::CreatedAt(term))
+            .delete(LEADER);
+        match self.store().commit(end).await {
+            // The lease may have ended already.
+            Ok(_) | Err(StoreError::Conflict) => {}
+            Err(error) => panic!("{error}"),
+        }
     }
 
     pub async fn answers(&self) {

@@ -19,7 +19,8 @@ enum Call {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
-    /// The host has not read the call.
+    /// The host is stopped before the leader saves that it begins to call it. So the host does not
+    /// read the call, but nothing shows that the call was sent.
     Unread,
     /// The guest is changed. The next daemon starts after the guest's answer.
     Changed,
@@ -61,6 +62,7 @@ async fn kill(
         let host = &killing.fleet.hosts[0].as_ref().expect("started").0;
         kill_process(Pid::from_child(host), Signal::STOP).expect("it runs");
     }
+    let term = killing.fleet.etcd.term().await;
     let rollout = name.clone();
     let text = match call {
         Call::Claims => {
@@ -93,7 +95,7 @@ async fn kill(
     let next = match place {
         Place::WithController => {
             let next = killing.seat().await;
-            killing.take_over(leader, &next).await;
+            killing.take_over(leader, term, &next).await;
             next
         }
         _ => leader,

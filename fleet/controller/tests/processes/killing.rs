@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use patchbay_fleet::store::{Change, Store, Transaction};
+use patchbay_fleet::store::{Change, Revision, Store};
 use patchbay_proto::fleet::v1;
 use patchbay_proto::v1::KeyOp;
 use tonic::{Code, Status};
@@ -166,17 +166,10 @@ impl Killing {
         stored.unwrap_or_else(|_| panic!("{name} never stores {text}"));
     }
 
-    /// Kills the leader, and waits until the next replica leads.
-    pub async fn take_over(&self, leader: Seat, next: &Seat) {
+    /// Kills the leader with this term, and waits until the next replica leads.
+    pub async fn take_over(&self, leader: Seat, term: Revision, next: &Seat) {
         drop(leader);
-        // This has the effect of the end of the killed replica's lease.
-        let end = Transaction::new().delete("leader");
-        self.fleet
-            .etcd
-            .store()
-            .commit(end)
-            .await
-            .expect("etcd runs");
+        self.fleet.etcd.end_term(term).await;
         next.replica.logged(" leads").await;
     }
 

@@ -18,7 +18,7 @@ use super::proxy::{Place, Side};
 const RANDOM_KILLS: &str = "PATCHBAY_TEST_FLEET_KILLS";
 /// The number of kills at random times without the variable.
 const FEW: u32 = 4;
-/// The maximum time from a command to a kill at a random time. A rollout takes less.
+/// The maximum time from a command to a kill at a random time.
 const MAX_DELAY: Duration = Duration::from_millis(300);
 
 /// The command that leads to the kill.
@@ -30,14 +30,12 @@ enum Step {
     Abort,
     /// The start of a rollout that is aborted as soon as the next replica leads.
     StartAndAbort,
-    /// SIGTERM while a wave bakes.
-    Resign,
 }
 
 impl Step {
     fn goal(self) -> Goal {
         match self {
-            Self::Abort | Self::Resign => Goal::Aborted,
+            Self::Abort => Goal::Aborted,
             Self::StartAndAbort => Goal::AbortedAtOnce,
             _ => Goal::Undone,
         }
@@ -51,7 +49,7 @@ type Request = (&'static str, Step, &'static str, usize);
 /// The requests before and after which the leader is killed. Claims are sent to a guest once its
 /// record contains `Claiming`, and its answer is saved as `AsWanted`. In the same way, the release
 /// of a guest begins with `Releasing` and ends with `Released`.
-const REQUESTS: [Request; 16] = [
+const REQUESTS: [Request; 15] = [
     ("the plan", Step::Plan, r#""phase":"Planned""#, 1),
     (
         "the start",
@@ -125,7 +123,6 @@ const REQUESTS: [Request; 16] = [
         r#""phase":{"Ended":"Aborted"}"#,
         1,
     ),
-    ("the resignation", Step::Resign, "", 1),
     (
         "the claims of a guest, then an abort",
         Step::StartAndAbort,
@@ -155,10 +152,6 @@ async fn command(replica: &Replica, step: Step, name: &str, digest: String) -> R
         Step::Start | Step::StartAndAbort => start(replica, name, digest).await,
         Step::Undo => client.undo(v1::UndoRequest { rollout }).await.map(drop),
         Step::Abort => client.abort(v1::AbortRequest { rollout }).await.map(drop),
-        Step::Resign => {
-            replica.signal(Signal::TERM);
-            Ok(())
-        }
     }
 }
 
@@ -168,13 +161,13 @@ async fn prepare(replica: &Replica, step: Step, name: &str) -> String {
         return String::new();
     }
     let digest = replica.plan(name, &step.goal().spec(), GUESTS).await;
-    if matches!(step, Step::Undo | Step::Abort | Step::Resign) {
+    if matches!(step, Step::Undo | Step::Abort) {
         let started = start(replica, name, digest.clone()).await;
         started.expect("started");
     }
     match step {
         Step::Undo => _ = replica.wait(name, v1::Phase::Completed).await,
-        Step::Abort | Step::Resign => replica.as_wanted(name, 0).await,
+        Step::Abort => replica.as_wanted(name, 0).await,
         Step::Plan | Step::Start | Step::StartAndAbort => {}
     }
     digest
@@ -188,6 +181,7 @@ async fn kill_at(killing: &mut Killing, leader: Seat, request: Request, side: Si
     let name = killing.next_name();
     let next = killing.seat().await;
     let digest = prepare(&leader.replica, step, &name).await;
+    let term = killing.fleet.etcd.term().await;
     leader.proxy.hold(Place {
         text,
         occurrence,
@@ -197,7 +191,7 @@ async fn kill_at(killing: &mut Killing, leader: Seat, request: Request, side: Si
         leader.proxy.held().await;
         // A call that must not be made before the change is saved would arrive now.
         killing.fleet.ask_guests(0).await;
-        if side == Side::After && step != Step::Resign {
+        if side == Side::After {
             killing.stored(&name, text, occurrence).await;
         }
     };
@@ -211,13 +205,14 @@ async fn kill_at(killing: &mut Killing, leader: Seat, request: Request, side: Si
         () = held => {}
         () = commanded => {}
     }
-    killing.take_over(leader, &next).await;
+    killing.take_over(leader, term, &next).await;
     killing.finish(&next, &name, step.goal(), &place).await;
     next
 }
 
-/// Kills the leader after it has sent a call that the host has not read yet. The next leader sends
-/// the call too, and then the host reads both.
+/// Stops the host, and kills the leader after it has saved that it begins to call the host. The
+/// host continues when the next leader leads. It may then find the calls of both, because nothing
+/// shows whether a call was sent.
 async fn kill_with_late_call(killing: &mut Killing, leader: Seat, step: Step) -> Seat {
     let text = match step {
         Step::Undo => r#""state":{"Releasing""#,
@@ -226,13 +221,14 @@ async fn kill_with_late_call(killing: &mut Killing, leader: Seat, step: Step) ->
     let name = killing.next_name();
     let next = killing.seat().await;
     let digest = prepare(&leader.replica, step, &name).await;
+    let term = killing.fleet.etcd.term().await;
     let host = &killing.fleet.hosts[0].as_ref().expect("started").0;
     let host = Pid::from_child(host);
     kill_process(host, Signal::STOP).expect("it runs");
     let answer = command(&leader.replica, step, &name, digest).await;
     answer.expect("legal");
     killing.stored(&name, text, 1).await;
-    killing.take_over(leader, &next).await;
+    killing.take_over(leader, term, &next).await;
     kill_process(host, Signal::CONT).expect("it is stopped");
     let place = format!("{step:?}, its call is not read");
     killing.finish(&next, &name, step.goal(), &place).await;
@@ -247,6 +243,7 @@ async fn kill_at_random(killing: &mut Killing, leader: Seat) -> Seat {
     let name = killing.next_name();
     let next = killing.seat().await;
     let digest = prepare(&leader.replica, step, &name).await;
+    let term = killing.fleet.etcd.term().await;
     tokio::select! {
         () = tokio::time::sleep(delay) => {}
         () = async {
@@ -258,7 +255,7 @@ async fn kill_at_random(killing: &mut Killing, leader: Seat) -> Seat {
     if with_host {
         killing.fleet.hosts[0] = None;
     }
-    killing.take_over(leader, &next).await;
+    killing.take_over(leader, term, &next).await;
     if with_host {
         killing.restart_host().await;
     }

@@ -7,7 +7,7 @@
 
 use std::process::{Command, Output, Stdio};
 
-/// Tells the test's program that it runs in the namespaces.
+/// Tells the test's program that it runs in the namespaces, and names the file that it writes then.
 const INSIDE: &str = "PATCHBAY_TEST_NETWORK";
 /// The options of `unshare` that create the namespaces.
 const NAMESPACES: [&str; 5] = ["--net", "--pid", "--fork", "--kill-child", "--mount-proc"];
@@ -84,7 +84,8 @@ impl Network {
     /// Returns the network if this process is in namespaces of its own. Otherwise runs the test
     /// again in such namespaces, and returns `None`. Prints a message if that is not possible.
     pub fn inside(test: &str) -> Option<Self> {
-        if std::env::var_os(INSIDE).is_some() {
+        if let Some(seen) = std::env::var_os(INSIDE) {
+            std::fs::write(seen, test).expect("room");
             return Some(Self::create());
         }
         let mut probe = Command::new("unshare");
@@ -100,15 +101,19 @@ impl Network {
         if is_skipped {
             return None;
         }
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let seen = folder.path().join("seen");
         let status = Command::new("unshare")
             .args(NAMESPACES)
             .arg(std::env::current_exe().expect("this program"))
             .args(["--exact", test, "--nocapture"])
-            .env(INSIDE, "1")
+            .env(INSIDE, &seen)
             .stdin(Stdio::null())
             .status()
             .expect("util-linux");
         assert!(status.success(), "in the namespaces: {status}");
+        // The program also succeeds if it has no test of this name.
+        assert!(seen.exists(), "{test} has run in the namespaces");
         None
     }
 

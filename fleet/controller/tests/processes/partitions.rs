@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests networks between etcd and the controllers that are cut.
 
+use std::time::Duration;
+
 use patchbay_fleet::store::Store;
 use patchbay_proto::fleet::v1;
 use rustix::process::Signal;
@@ -100,18 +102,6 @@ impl Partitioned {
     }
 }
 
-/// Returns the member of etcd that a replica is connected to, by the sockets of its namespace.
-fn member_of(replica: &Replica) -> Option<usize> {
-    let sockets = std::fs::read_to_string(format!("/proc/{}/net/tcp", replica.id()));
-    let sockets = sockets.expect("it runs");
-    (0..3).find(|member| {
-        // The kernel prints the four bytes of an address as a number of this machine.
-        let [a, b, c, d] = Etcd::address(*member).octets();
-        let remote = format!("{:08X}:{PORT:04X} 01", u32::from_le_bytes([a, b, c, d]));
-        sockets.contains(&remote)
-    })
-}
-
 /// Returns the number of bytes that a replica has sent to etcd, and that etcd's machine has not
 /// acknowledged.
 fn unacknowledged(replica: &Replica) -> u64 {
@@ -145,7 +135,7 @@ async fn undo(replicas: &[Replica; 2]) {
                 Ok(_) => return,
                 // The rollout may be undone already, because the answer of a call was lost.
                 Err(status) if status.code() != tonic::Code::Unavailable => return,
-                Err(_) => tokio::task::yield_now().await,
+                Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
             }
         }
     };
@@ -216,23 +206,26 @@ async fn a_change_of_an_earlier_leader_that_arrives_late_is_refused() {
     let Some(mut test) = Partitioned::start(TEST, 4, &[1]).await else {
         return;
     };
-    let first = test.replica(11, "4");
+    // The term and its lease are far from their ends, so the link gets few renewals.
+    let first = test.replica(11, "60");
     let text = spec("waves: [{size: rest}]\nmax_concurrent: {count: 1}");
     first.start("net", &text, 4).await;
     test.paused(1).await;
+    let term = test.fleet.etcd.term().await;
     test.network.cut(11, Side::Clients);
     test.go_on(1);
     let unsent = |is_reached: fn(u64) -> bool| {
         let first = &first;
         let reached = async move {
             while !is_reached(unacknowledged(first)) {
-                tokio::task::yield_now().await;
+                tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
         tokio::time::timeout(PATIENCE, reached)
     };
     unsent(|bytes| bytes > RECORD).await.expect("it saves");
     first.signal(Signal::STOP);
+    test.fleet.etcd.end_term(term).await;
     let next = test.replica(12, "1");
     next.wait("net", v1::Phase::Completed).await;
     test.answering(next.undo("net")).await;
@@ -261,10 +254,14 @@ async fn a_replica_whose_member_of_etcd_is_cut_off_takes_over() {
     };
     let first = test.replica(11, "1");
     first.logged(" leads").await;
-    let next = test.replica(12, "1");
     // The leader watches the registry, and the other replica watches the leader's key.
-    test.fleet.etcd.has_watchers(2).await;
-    let member = member_of(&next).expect("it watches");
+    let before = test.fleet.etcd.has_watchers(1).await;
+    let next = test.replica(12, "1");
+    let after = test.fleet.etcd.has_watchers(2).await;
+    let members: Vec<usize> = (0..3).filter(|of| before[*of] != after[*of]).collect();
+    let [member] = members[..] else {
+        panic!("the other replica watches one member: {before:?}, {after:?}");
+    };
     test.fleet.etcd.cut(member, Side::Peers);
     drop(first);
     next.logged(" leads").await;

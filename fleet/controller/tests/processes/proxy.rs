@@ -26,7 +26,8 @@ pub enum Side {
 /// The place at which all connections are held.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
-    /// A part of the request. An empty text is a part of each request.
+    /// A part of the request. It is not found if it is divided between two DATA frames, because
+    /// the bytes of the second frame's header are then inside it.
     pub text: &'static str,
     /// The number of the occurrence at which the connections are held, from 1.
     pub occurrence: usize,
@@ -99,11 +100,8 @@ impl Shared {
         let mut place = self.place.lock().expect("not poisoned");
         let at = place.as_mut()?;
         let text = at.text.as_bytes();
-        let new = &bytes[old.saturating_sub(text.len().saturating_sub(1))..];
-        let found = match text.is_empty() {
-            true => 1,
-            false => new.windows(text.len()).filter(|of| *of == text).count(),
-        };
+        let new = &bytes[old.saturating_sub(text.len() - 1)..];
+        let found = new.windows(text.len()).filter(|of| *of == text).count();
         at.occurrence = at.occurrence.saturating_sub(found);
         let is_reached = at.occurrence == 0;
         is_reached.then(|| place.take().expect("set").side)
