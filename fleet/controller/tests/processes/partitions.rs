@@ -229,6 +229,10 @@ async fn a_change_of_an_earlier_leader_that_arrives_late_is_refused() {
     let next = test.replica(12, "1");
     next.wait("net", v1::Phase::Completed).await;
     test.answering(next.undo("net")).await;
+    // The end is shown before it is saved. The next command is answered after that.
+    let rollout = "net".to_owned();
+    let again = next.rollouts().undo(v1::UndoRequest { rollout }).await;
+    again.expect("answered");
     let before = test.records().await;
     test.network.heal(11, Side::Clients);
     // The kernel repeats what the stopped process has sent.
