@@ -211,8 +211,8 @@ pub async fn select(runner: &mut Runner, patterns: &[String]) -> Result<Vec<Sele
 }
 
 /// Runs the command without a flipped key, and returns whether that passes. If it fails, a later
-/// failure could not be attributed to a key. This is the first case, so a signal from now on leaves
-/// a report.
+/// failure could not be attributed to a key. This is the first case, so from now on the results are
+/// reported after a signal.
 ///
 /// # Errors
 /// The errors of [`Runner::attempt`].

@@ -122,7 +122,7 @@ pub enum Attempt {
 #[derive(Debug)]
 pub struct Stopped {
     pub error: anyhow::Error,
-    /// The cases in progress when the error occurred that are known to fail.
+    /// The cases that were in progress when the error occurred and are known to fail.
     pub cases: Vec<Case>,
 }
 
@@ -257,10 +257,10 @@ impl Runner {
         }
     }
 
-    /// Does this work with the guest. If it has to end before it is done, ends the guest.
+    /// Does the work with the guest. If the run is halted before the work is done, ends the guest.
     ///
     /// # Errors
-    /// The error of the work, or the [`Cause`] of its end.
+    /// The error of the work, or the [`Cause`] of the halt.
     async fn until_halted<T>(
         &mut self,
         work: impl AsyncFnOnce(&mut Self) -> Result<T>,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Treats the members of an etcd cluster as one connection. Calls go to one member until it does
-//! not answer a call, or fails it as a member without a leader does. Then further calls go to the
+//! not answer a call, or its answer shows that it may have no leader. Further calls then go to the
 //! next member.
 
 use std::future::Future;
@@ -89,12 +89,13 @@ fn connect(address: &str, tls: Option<&TlsFiles>) -> Result<Channel, StoreError>
     }
 }
 
-/// Returns whether the member may be cut off from the others. It then fails a call at the call's
-/// deadline, often before the client does.
-fn is_without_leader<T>(answer: &Response<T>) -> bool {
+/// Returns whether the answer suggests that the member has no leader, for example because it is
+/// cut off from the others. Such a member fails a call at the call's deadline, often before the
+/// client gives the call up.
+fn may_lack_leader<T>(answer: &Response<T>) -> bool {
     let status = Status::from_header_map(answer.headers());
     let code = status.map_or(Code::Ok, |status| status.code());
-    // etcd 3.4 reports a deadline as unknown.
+    // etcd 3.4 reports an exceeded deadline as `Unknown`.
     matches!(
         code,
         Code::Unavailable | Code::DeadlineExceeded | Code::Unknown
@@ -116,7 +117,7 @@ impl Service<Request<Body>> for Members {
         let (current, next) = (Arc::clone(&self.current), (at + 1) % self.channels.len());
         Box::pin(async move {
             let answer = channel.oneshot(request).await;
-            if answer.as_ref().map_or(true, is_without_leader) {
+            if answer.as_ref().map_or(true, may_lack_leader) {
                 // If several calls fail at the same time, only one of them selects the next member.
                 let _ = current.compare_exchange(at, next, Ordering::Relaxed, Ordering::Relaxed);
             }
@@ -141,8 +142,8 @@ mod tests {
             (Status::resource_exhausted("no space"), false),
         ] {
             let answer = status.clone().into_http::<()>();
-            assert_eq!(is_without_leader(&answer), is_left, "{status}");
+            assert_eq!(may_lack_leader(&answer), is_left, "{status}");
         }
-        assert!(!is_without_leader(&Response::new(())));
+        assert!(!may_lack_leader(&Response::new(())));
     }
 }

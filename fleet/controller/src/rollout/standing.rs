@@ -45,7 +45,7 @@ pub struct NextStep {
 pub struct Terms {
     /// The number of approvals that the rollout needs.
     pub needed: usize,
-    /// The number of approvals that were given and count.
+    /// The number of given approvals that count.
     pub approved: usize,
     pub may_promote: bool,
     pub may_forget: bool,

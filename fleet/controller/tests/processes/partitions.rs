@@ -26,7 +26,7 @@ enum Cut {
 struct Partitioned {
     network: Network,
     fleet: ProcessFleet,
-    /// The guests that wait after each change.
+    /// The guests whose answers are held back after each change.
     held: Vec<usize>,
 }
 
