@@ -118,6 +118,20 @@ impl Halt {
         cause.expect("`self` keeps the channel open until there is a cause")
     }
 
+    /// Does the work unless the runs in progress have to end before it is done.
+    ///
+    /// # Errors
+    /// The cause of the end. The work was dropped.
+    pub async fn cut_short<T>(&self, work: impl Future<Output = T>) -> Result<T, Cause> {
+        tokio::select! {
+            // A signal from the terminal also ends the monitor. The signal is the cause, and not
+            // the loss of the guest.
+            biased;
+            cause = self.requested() => Err(cause),
+            done = work => Ok(done),
+        }
+    }
+
     /// Sets the cause unless there is one.
     fn set(&self, cause: Cause) {
         self.0.send_modify(|state| {
@@ -147,7 +161,7 @@ pub async fn end_at_once(halt: &Halt) -> u8 {
     };
     let next = async || {
         tokio::select! {
-            // Of signals that arrive at once, always the same one is the first.
+            // If several signals have arrived, the status does not depend on chance.
             biased;
             _ = interrupt.recv() => Signal::Interrupt,
             _ = terminate.recv() => Signal::Terminate,

@@ -237,14 +237,8 @@ async fn collect_at_end(runner: &mut Runner, collect: &Collect) -> Result<()> {
         return collect.from(None, None).await;
     }
     let halt = runner.halt.clone();
-    let cause = tokio::select! {
-        // A signal from the terminal also ends the monitor. The signal is the cause, and not the
-        // loss of the guest.
-        biased;
-        cause = halt.requested() => cause,
-        collected = collect.from(runner.booted(), None) => return collected,
-    };
-    Err(cause).context("not all files were collected")
+    let collecting = halt.cut_short(collect.from(runner.booted(), None));
+    collecting.await.context("not all files were collected")?
 }
 
 /// Runs the command with no key flipped and with keys of the matrix. If a run cannot take place, or

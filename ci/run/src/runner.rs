@@ -266,15 +266,13 @@ impl Runner {
         work: impl AsyncFnOnce(&mut Self) -> Result<T>,
     ) -> Result<T> {
         let halt = self.halt.clone();
-        let cause = tokio::select! {
-            // A signal from the terminal also ends the monitor. The signal is the cause, and not
-            // the loss of the guest.
-            biased;
-            cause = halt.requested() => cause,
-            done = work(self) => return done,
-        };
-        self.discard().await;
-        Err(cause.into())
+        match halt.cut_short(work(self)).await {
+            Ok(done) => done,
+            Err(cause) => {
+                self.discard().await;
+                Err(cause.into())
+            }
+        }
     }
 
     /// Runs the command in the guest's current state.
