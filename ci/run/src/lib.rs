@@ -155,7 +155,7 @@ async fn in_place<A: Arguments, T>(
     checked.map_err(|error| print_error(&error))?;
     if let Some(why) = needs_lab {
         tell!("patchbay: the guest runs in the lab, an emulated computer, and is slow: {why}");
-        let status = place::run_in_lab(&arguments.results());
+        let status = place::run_in_lab(&arguments.results()).await;
         return Err(status.unwrap_or_else(|error| print_error(&error)));
     }
     let halt = Halt::default();

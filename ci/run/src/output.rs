@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Writes the files of results so that no reader sees a part of one.
+//! Writes the files of results. A regular file is replaced as a whole where that is possible, so no
+//! reader finds an incomplete one.
 
 use std::fs::{self, File, Metadata, Permissions};
 use std::io::{self, ErrorKind, Write};
@@ -21,33 +22,22 @@ use crate::monitor::cannot_write;
 ///
 /// # Errors
 /// The file cannot be written.
-pub async fn write(path: &Path, content: String) -> Result<()> {
-    let written = write_on_thread(path, content.into()).await;
+pub async fn write(path: &Path, content: impl Into<Vec<u8>>) -> Result<()> {
+    let written = replace(path, content.into().into()).await;
     written.with_context(|| cannot_write(path))
 }
 
-async fn write_on_thread(path: &Path, content: Arc<str>) -> io::Result<()> {
+async fn replace(path: &Path, content: Arc<[u8]>) -> io::Result<()> {
     if let Some((mut file, replacement)) = Replacement::begin(path)? {
         let content = Arc::clone(&content);
         // The thread outlives a dropped future, so the name must not be the thread's.
-        let written = spawn_blocking(move || file.write_all(content.as_bytes())).await?;
+        let written = spawn_blocking(move || file.write_all(&content)).await?;
         if replacement.end(written)? {
             return Ok(());
         }
     }
     let path = path.to_owned();
-    spawn_blocking(move || fs::write(path, content.as_bytes())).await?
-}
-
-/// Writes a file as [`write`] does, on this thread.
-pub fn write_now(path: &Path, content: &[u8]) -> io::Result<()> {
-    if let Some((mut file, replacement)) = Replacement::begin(path)? {
-        let written = file.write_all(content);
-        if replacement.end(written)? {
-            return Ok(());
-        }
-    }
-    fs::write(path, content)
+    spawn_blocking(move || fs::write(path, content)).await?
 }
 
 /// Prints results on standard output, on another thread, because a write to a pipe may block and a
@@ -152,13 +142,13 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn a_file_is_replaced_as_a_whole_and_keeps_its_mode() {
+    #[tokio::test]
+    async fn a_file_is_replaced_as_a_whole_and_keeps_its_mode() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("j.xml");
-        write_now(&path, b"first").unwrap();
+        replace(&path, (*b"first").into()).await.unwrap();
         let mode = |path: &Path| path.metadata().unwrap().mode() & 0o7777;
-        // As for any new file, the umask decides.
+        // The umask decides about the mode of a new file.
         let plain = folder.path().join("plain");
         fs::write(&plain, "").unwrap();
         assert_eq!(mode(&path), mode(&plain));
@@ -166,7 +156,7 @@ mod tests {
         let open = File::open(&path).unwrap();
         let link = folder.path().join("link");
         symlink("j.xml", &link).unwrap();
-        write_now(&link, b"second").unwrap();
+        replace(&link, (*b"second").into()).await.unwrap();
         assert!(link.is_symlink());
         assert_eq!(
             (fs::read(&path).unwrap(), mode(&path)),
@@ -177,54 +167,56 @@ mod tests {
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3);
     }
 
-    #[test]
-    fn a_device_stays_and_a_link_to_nothing_names_the_file() {
+    #[tokio::test]
+    async fn a_device_stays_and_a_link_to_nothing_names_the_file() {
         let folder = tempfile::tempdir().unwrap();
         let (full, link) = (folder.path().join("full"), folder.path().join("link"));
         symlink("/dev/full", &full).unwrap();
-        let error = write_now(&full, b"x").unwrap_err();
+        let error = replace(&full, (*b"x").into()).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::StorageFull);
         symlink("new", &link).unwrap();
-        write_now(&link, b"x").unwrap();
+        replace(&link, (*b"x").into()).await.unwrap();
         assert!(link.is_symlink() && folder.path().join("new").is_file());
-        write_now(&folder.path().join("missing/x"), b"x").unwrap_err();
+        replace(&folder.path().join("missing/x"), (*b"x").into())
+            .await
+            .unwrap_err();
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3);
     }
 
     /// Writes a file and returns whether it is still the same one.
-    fn stays(path: &Path) -> bool {
+    async fn stays(path: &Path) -> bool {
         let file = || path.metadata().unwrap().ino();
         let before = file();
-        write_now(path, b"new").unwrap();
+        replace(path, (*b"new").into()).await.unwrap();
         assert_eq!(fs::read(path).unwrap(), b"new");
         file() == before
     }
 
-    #[test]
-    fn a_file_keeps_its_other_names_its_owner_and_its_group() {
+    #[tokio::test]
+    async fn a_file_keeps_its_other_names_its_owner_and_its_group() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name| folder.path().join(name);
         for name in ["plain", "one", "group", "owner"] {
             fs::write(path(name), "old").unwrap();
         }
         fs::hard_link(path("one"), path("other")).unwrap();
-        assert!(!stays(&path("plain")));
-        assert!(stays(&path("one")));
+        assert!(!stays(&path("plain")).await);
+        assert!(stays(&path("one")).await);
         assert_eq!(fs::read(path("other")).unwrap(), b"new");
         // Only root may give a file away.
         if geteuid().is_root() {
             fchown(File::open(path("group")).unwrap(), None, Some(12)).unwrap();
-            assert!(!stays(&path("group")));
+            assert!(!stays(&path("group")).await);
             assert_eq!(path("group").metadata().unwrap().gid(), 12);
             fchown(File::open(path("owner")).unwrap(), Some(12), None).unwrap();
-            assert!(stays(&path("owner")));
+            assert!(stays(&path("owner")).await);
             assert_eq!(path("owner").metadata().unwrap().uid(), 12);
         }
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 5);
     }
 
-    #[test]
-    fn an_open_file_is_written_in_place() {
+    #[tokio::test]
+    async fn an_open_file_is_written_in_place() {
         use std::os::fd::AsRawFd;
 
         let folder = tempfile::tempdir().unwrap();
@@ -232,7 +224,7 @@ mod tests {
         let open = File::create_new(&path).unwrap();
         for of in ["/dev/fd", "/proc/self/fd"] {
             let name = PathBuf::from(format!("{of}/{}", open.as_raw_fd()));
-            assert!(stays(&name));
+            assert!(stays(&name).await);
             assert_eq!(
                 path.metadata().unwrap().ino(),
                 open.metadata().unwrap().ino()
@@ -242,7 +234,7 @@ mod tests {
         fs::remove_file(&path).unwrap();
         let link = folder.path().join("link");
         symlink(format!("/proc/self/fd/{}", open.as_raw_fd()), &link).unwrap();
-        write_now(&link, b"last").unwrap();
+        replace(&link, (*b"last").into()).await.unwrap();
         assert_eq!(open.metadata().unwrap().len(), 4);
     }
 

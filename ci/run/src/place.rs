@@ -62,7 +62,7 @@ pub(crate) fn redirect(results: &mut Results) {
 ///
 /// # Errors
 /// There is no lab, or the results cannot be written.
-pub(crate) fn run_in_lab(results: &Results) -> Result<u8> {
+pub(crate) async fn run_in_lab(results: &Results<'_>) -> Result<u8> {
     let program = std::env::current_exe().context("cannot find this program")?;
     let mut command = vec![program.into_os_string()];
     command.extend(std::env::args_os().skip(1));
@@ -83,7 +83,7 @@ pub(crate) fn run_in_lab(results: &Results) -> Result<u8> {
         match fs::symlink_metadata(&from).is_ok_and(|of| of.is_file()) {
             true => {
                 let content = fs::read(&from).with_context(|| cannot_write(path))?;
-                output::write_now(path, &content).with_context(|| cannot_write(path))?;
+                output::write(path, content).await?;
             }
             false => move_tree(&from, path)?,
         }
