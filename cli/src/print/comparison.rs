@@ -46,26 +46,19 @@ fn row(key: &Compared) -> [String; 8] {
         Verdict::Failed => format!("failed: {}", key.why),
         Verdict::Skipped => format!("skipped: {}", key.why),
     };
-    let Some(figures) = &key.figures else {
-        let mut row = std::array::from_fn(|_| "-".to_owned());
-        row[0].clone_from(&key.name);
-        if let Some(measured) = &key.so_far {
-            row[4] = measured.runs.to_string();
-            row[5] = short(measured.median_off);
-            row[6] = short(measured.median_on);
-        }
-        row[7] = result;
-        return row;
-    };
-    let high = figures.high.map_or_else(|| "∞".to_owned(), short);
-    [
-        key.name.clone(),
-        short(figures.ratio),
-        format!("{} to {high}", short(figures.low)),
-        percent(figures.level),
-        figures.runs.to_string(),
-        short(figures.median_off),
-        short(figures.median_on),
-        result,
-    ]
+    let mut row = std::array::from_fn(|_| "-".to_owned());
+    row[0].clone_from(&key.name);
+    if let Some(figures) = &key.figures {
+        let high = figures.high.map_or_else(|| "∞".to_owned(), short);
+        row[1] = short(figures.ratio);
+        row[2] = format!("{} to {high}", short(figures.low));
+        row[3] = percent(figures.level);
+    }
+    if let Some(measured) = &key.measured {
+        row[4] = measured.runs.to_string();
+        row[5] = short(measured.median_off);
+        row[6] = short(measured.median_on);
+    }
+    row[7] = result;
+    row
 }

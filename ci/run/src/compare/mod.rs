@@ -96,9 +96,9 @@ pub struct Compared {
     pub why: String,
     #[serde(flatten)]
     pub figures: Option<Figures>,
-    /// The measurements so far of a key that was not decided.
+    /// The measurements, also those so far of a key that was not decided.
     #[serde(flatten)]
-    pub so_far: Option<Measured>,
+    pub measured: Option<Measured>,
 }
 
 impl Compared {
@@ -112,7 +112,7 @@ impl Compared {
             result,
             why,
             figures: None,
-            so_far: None,
+            measured: None,
         }
     }
 }
@@ -147,18 +147,9 @@ pub struct Figures {
     pub level: f64,
     /// The smallest error rate at which the interval does not contain 1, without Holm's correction.
     pub p: f64,
-    /// The number of runs on each side.
-    pub runs: usize,
-    pub median_off: f64,
-    pub median_on: f64,
     /// True if the key did not pass the screening of a ranking. Its figures are then those of the
     /// screening.
     pub screened_out: bool,
-    /// The measurements with the key off. The two measurements of a pair have the same index in
-    /// `off` and `on`.
-    pub off: Vec<f64>,
-    /// The measurements with the key on.
-    pub on: Vec<f64>,
 }
 
 impl From<&Finding> for Figures {
@@ -170,40 +161,34 @@ impl From<&Finding> for Figures {
             high: high.is_finite().then_some(high),
             level: 1.0 - finding.alpha,
             p: finding.p,
-            runs: finding.pairs.len(),
-            median_off: finding.medians.0,
-            median_on: finding.medians.1,
             screened_out: finding.screened_out,
-            off: finding.pairs.iter().map(|pair| pair.off).collect(),
-            on: finding.pairs.iter().map(|pair| pair.on).collect(),
         }
     }
 }
 
-/// Measurements from which nothing was concluded. The fields are those of [`Figures`].
-#[derive(Clone, Debug, PartialEq, Serialize)]
+/// The measurements of a key.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Measured {
+    /// The number of runs on each side.
     pub runs: usize,
     pub median_off: f64,
     pub median_on: f64,
+    /// The measurements with the key off. The two measurements of a pair have the same index in
+    /// `off` and `on`.
     pub off: Vec<f64>,
+    /// The measurements with the key on.
     pub on: Vec<f64>,
 }
 
 impl Measured {
-    /// Returns the measurements and their medians; `None` if there are none.
-    fn of(pairs: &[Pair]) -> Option<Self> {
-        if pairs.is_empty() {
-            return None;
-        }
-        let (median_off, median_on) = medians(pairs);
-        Some(Self {
+    fn new((median_off, median_on): (f64, f64), pairs: &[Pair]) -> Self {
+        Self {
             runs: pairs.len(),
             median_off,
             median_on,
             off: pairs.iter().map(|pair| pair.off).collect(),
             on: pairs.iter().map(|pair| pair.on).collect(),
-        })
+        }
     }
 }
 
@@ -450,7 +435,7 @@ impl Comparing {
                     },
                     why: String::new(),
                     figures: Some(finding.into()),
-                    so_far: None,
+                    measured: Some(Measured::new(finding.medians, &finding.pairs)),
                 })
             })
             .collect();
@@ -459,7 +444,7 @@ impl Comparing {
         for (number, pairs) in &self.undecided {
             let name = &self.keys[*number].setting.key;
             results.push(Compared {
-                so_far: Measured::of(pairs),
+                measured: (!pairs.is_empty()).then(|| Measured::new(medians(pairs), pairs)),
                 ..Compared::without_figures(name, Verdict::Undecided, why.clone())
             });
         }
@@ -511,7 +496,7 @@ mod tests {
                 ratio,
                 ..Figures::default()
             }),
-            so_far: None,
+            measured: None,
         };
         let mut results = vec![
             Compared::without_figures("skipped", Verdict::Skipped, "sealed".to_owned()),

@@ -246,7 +246,7 @@ mod tests {
                 high,
                 ..Figures::default()
             }),
-            so_far: None,
+            measured: None,
         }
     }
 
