@@ -392,7 +392,7 @@ pub fn terms(policy: &Policy, rollout: &Rollout) -> Terms {
         let by = rollout.header().approvals.iter().map(String::as_str);
         Terms {
             needed: needed(&demand, rollout),
-            approved: counted(policy, question, rollout, by).len(),
+            approved: counted(policy, &demand, question, rollout, by).len(),
             may_promote: check_promotion(policy, question).is_ok(),
             may_forget: check_leaving(policy, question, rollout).is_ok(),
         }
@@ -455,7 +455,7 @@ fn check_approvals(
     let needed = needed(&demand, rollout);
     let people = rollout.header().approvals.iter().map(String::as_str);
     let people = people.chain([question.principal]);
-    let given = counted(policy, question, rollout, people).len();
+    let given = counted(policy, &demand, question, rollout, people).len();
     if given >= needed {
         return Ok(());
     }
@@ -469,14 +469,14 @@ fn check_approvals(
     )))
 }
 
-/// Returns those of the people whose approval of the rollout counts.
+/// Returns the people whose approval of the rollout counts if the policy has this demand.
 fn counted<'a>(
     policy: &Policy,
+    demand: &Demand,
     question: &Question<'_>,
     rollout: &Rollout,
     people: impl Iterator<Item = &'a str>,
 ) -> BTreeSet<&'a str> {
-    let demand = demand(policy, question);
     let counts = |by: &&str| {
         let is_planner = *by == rollout.header().planned_by();
         let asked = Question {
