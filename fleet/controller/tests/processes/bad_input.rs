@@ -110,12 +110,8 @@ async fn foreign_keys_in_etcd_are_neither_used_nor_deleted() {
     let digest = replica.plan("net", &spec("waves: [{size: rest}]"), 2).await;
     put("fleet/registry/late/host", "{\"machine\": 1}").await;
     put("fleet/registry/host-0/guests/web-9/x", "x").await;
-    let start = v1::StartRequest {
-        rollout: "net".to_owned(),
-        digest,
-        ..Default::default()
-    };
-    replica.rollouts().start(start).await.expect("started");
+    let started = replica.start_planned("net", digest).await;
+    started.expect("started");
     replica.wait("net", v1::Phase::Completed).await;
     let hosts = replica.hosts().await.expect("listed");
     let names: Vec<&str> = hosts.iter().map(|host| host.name.as_str()).collect();
@@ -181,11 +177,7 @@ async fn a_spec_of_ten_megabytes_is_refused_and_the_controller_goes_on() {
         let known = [tonic::Code::InvalidArgument, tonic::Code::OutOfRange];
         assert!(known.contains(&refused.code()), "{refused}");
     }
-    let start = v1::StartRequest {
-        rollout: "net".to_owned(),
-        digest,
-        ..Default::default()
-    };
-    replica.rollouts().start(start).await.expect("started");
+    let started = replica.start_planned("net", digest).await;
+    started.expect("started");
     replica.wait("net", v1::Phase::Completed).await;
 }

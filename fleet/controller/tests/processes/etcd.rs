@@ -15,7 +15,7 @@ use patchbay_fleet::store::{
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::fleet::PATIENCE;
+use super::fleet::{PATIENCE, eventually};
 use super::network::{Network, Side};
 
 pub struct Etcd {
@@ -255,33 +255,18 @@ impl Etcd {
     /// Waits until the members have this many watches of clients, and returns the number of each
     /// member.
     pub async fn has_watchers(&self, count: u64) -> Vec<u64> {
-        let reached = async {
-            loop {
-                let members = 0..self.members.len();
-                let found = members.map(|member| watchers(&Self::address(member)));
-                let found: Vec<u64> = found.collect();
-                if found.iter().sum::<u64>() == count {
-                    return found;
-                }
-                tokio::time::sleep(Duration::from_millis(10)).await;
-            }
+        let reached = async || {
+            let members = 0..self.members.len();
+            let found = members.map(|member| watchers(&Self::address(member)));
+            let found: Vec<u64> = found.collect();
+            (found.iter().sum::<u64>() == count).then_some(found)
         };
-        let reached = tokio::time::timeout(PATIENCE, reached).await;
-        reached.unwrap_or_else(|_| panic!("never {count} watches"))
+        eventually(&format!("there are {count} watches"), reached).await
     }
 
     /// Waits until all members have the same leader, and returns it.
     pub async fn leader(&self) -> usize {
-        let found = async {
-            loop {
-                if let Some(leader) = self.common_leader().await {
-                    return leader;
-                }
-                tokio::time::sleep(Duration::from_millis(10)).await;
-            }
-        };
-        let found = tokio::time::timeout(PATIENCE, found).await;
-        found.expect("the members agree in time")
+        eventually("the members agree", async || self.common_leader().await).await
     }
 
     async fn common_leader(&self) -> Option<usize> {

@@ -343,6 +343,12 @@ impl ProcessFleet {
         self.update(guest, "beta", guest::KeyOp::Enable).await
     }
 
+    /// Sends a signal to the `patchbayd` of a host.
+    pub fn signal_host(&self, host: usize, signal: Signal) {
+        let host = &self.hosts[host].as_ref().expect("started").0;
+        kill_process(Pid::from_child(host), signal).expect("it runs");
+    }
+
     /// Changes a key of a guest by hand through its host's `patchbayd`.
     pub async fn update(&self, guest: usize, key: &str, op: guest::KeyOp) -> Result<(), Status> {
         let host = guest / self.per_host;
@@ -451,12 +457,18 @@ impl Replica {
     /// starts it.
     pub async fn start(&self, name: &str, spec: &str, guests: u32) {
         let digest = self.plan(name, spec, guests).await;
+        let started = self.start_planned(name, digest).await;
+        started.expect("started");
+    }
+
+    /// Starts a rollout that is planned.
+    pub async fn start_planned(&self, name: &str, digest: String) -> Result<(), Status> {
         let request = v1::StartRequest {
             rollout: name.to_owned(),
             digest,
             ..Default::default()
         };
-        self.rollouts().start(request).await.expect("started");
+        self.rollouts().start(request).await.map(drop)
     }
 
     pub async fn plan(&self, name: &str, spec: &str, guests: u32) -> String {
@@ -542,6 +554,20 @@ impl Replica {
         self.rollouts().undo(request).await.expect("legal");
         self.wait(name, v1::Phase::Undone).await;
     }
+}
+
+/// Looks again and again until something is found.
+pub async fn eventually<T>(what: &str, mut look: impl AsyncFnMut() -> Option<T>) -> T {
+    let found = async {
+        loop {
+            if let Some(found) = look().await {
+                return found;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    let found = tokio::time::timeout(PATIENCE, found).await;
+    found.unwrap_or_else(|_| panic!("not seen within {PATIENCE:?}: {what}"))
 }
 
 /// Returns a spec with INC of "alpha" on every guest. A second INC would change the count, whereas

@@ -2,10 +2,10 @@
 //! Kills the daemon of a host at named places of its work, and starts it again.
 
 use patchbay_proto::fleet::v1;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 
 use super::fleet::Monitor;
-use super::killing::{GUESTS, Goal, Killing, Seat, answering, start};
+use super::killing::{GUESTS, Goal, Killing, ProxiedReplica, answering, state};
 
 /// The guest whose answers are held back.
 const HELD: usize = 1;
@@ -43,41 +43,42 @@ const PLACES: [Place; 5] = [
 /// Kills the host, and returns the replica that leads then.
 async fn kill(
     killing: &mut Killing,
-    leader: Seat,
+    leader: ProxiedReplica,
     monitor: &mut Option<Monitor>,
     call: Call,
     place: Place,
-) -> Seat {
+) -> ProxiedReplica {
     let name = killing.next_name();
     let replica = &leader.replica;
     let digest = replica.plan(&name, &Goal::Undone.spec(), GUESTS).await;
     if call == Call::Release {
         let changed = async {
-            start(replica, &name, digest.clone()).await.expect("legal");
+            let started = replica.start_planned(&name, digest.clone()).await;
+            started.expect("legal");
             replica.wait(&name, v1::Phase::Completed).await;
         };
         answering(monitor, changed).await;
     }
     if place == Place::Unread {
-        let host = &killing.fleet.hosts[0].as_ref().expect("started").0;
-        kill_process(Pid::from_child(host), Signal::STOP).expect("it runs");
+        killing.fleet.signal_host(0, Signal::STOP);
     }
     let term = killing.fleet.etcd.term().await;
     let rollout = name.clone();
     let text = match call {
         Call::Claims => {
-            start(replica, &name, digest).await.expect("legal");
-            r#""state":{"Claiming""#
+            let started = replica.start_planned(&name, digest).await;
+            started.expect("legal");
+            state("Claiming")
         }
         Call::Release => {
             let undo = replica.rollouts().undo(v1::UndoRequest { rollout }).await;
             undo.expect("legal");
-            r#""state":{"Releasing""#
+            state("Releasing")
         }
     };
     let held = monitor.as_mut().expect("its answers are held back");
     match place {
-        Place::Unread => killing.stored(&name, text, 1).await,
+        Place::Unread => killing.stored(&name, &text, 1).await,
         _ => held.paused().await,
     }
     killing.fleet.hosts[0] = None;
@@ -94,7 +95,7 @@ async fn kill(
     }
     let next = match place {
         Place::WithController => {
-            let next = killing.seat().await;
+            let next = killing.start_replica().await;
             killing.take_over(leader, term, &next).await;
             next
         }

@@ -8,10 +8,11 @@ use std::time::Duration;
 use patchbay_fleet::store::{Change, Revision, Store};
 use patchbay_proto::fleet::v1;
 use patchbay_proto::v1::KeyOp;
-use tonic::{Code, Status};
+use tonic::Code;
 
-use super::fleet::{Monitor, PATIENCE, ProcessFleet, Replica, spec};
+use super::fleet::{Monitor, PATIENCE, ProcessFleet, Replica, eventually, spec};
 use super::proxy::Proxy;
+use super::setup::abort;
 
 pub const GUESTS: u32 = 4;
 /// The number of guests in the first wave of a rollout that is aborted.
@@ -39,9 +40,14 @@ impl Goal {
     }
 }
 
+/// Returns the text in the records of guests in this state.
+pub fn state(name: &str) -> String {
+    format!(r#""state":{{"{name}""#)
+}
+
 /// A replica with its proxy. When it is dropped, the replica is killed, and then the requests that
 /// the proxy holds are lost.
-pub struct Seat {
+pub struct ProxiedReplica {
     pub replica: Replica,
     pub proxy: Proxy,
 }
@@ -57,7 +63,7 @@ struct Row {
 /// and one of the rollout "base". Its "beta" has none, so the guest is stopped for each change.
 pub struct Killing {
     pub fleet: ProcessFleet,
-    seats: u32,
+    replicas: u32,
     rollouts: u32,
     rows: BTreeMap<String, Row>,
     faults: Vec<String>,
@@ -82,12 +88,12 @@ pub async fn answering<T>(monitor: &mut Option<Monitor>, future: impl Future<Out
 impl Killing {
     /// Starts the fleet and its first leader; `None` if etcd is not installed. The answers of the
     /// guest `held` are held back, and its monitor is returned.
-    pub async fn start(held: Option<usize>) -> Option<(Self, Seat, Option<Monitor>)> {
+    pub async fn start(held: Option<usize>) -> Option<(Self, ProxiedReplica, Option<Monitor>)> {
         let guests = GUESTS as usize;
         let fleet = ProcessFleet::start(1, 1, guests, held.as_slice()).await?;
         let mut killing = Self {
             fleet,
-            seats: 0,
+            replicas: 0,
             rollouts: 0,
             rows: BTreeMap::new(),
             faults: Vec::new(),
@@ -98,7 +104,7 @@ impl Killing {
             let taken = killing.fleet.update(guest, "alpha", KeyOp::Inc);
             answering(&mut monitor, taken).await.expect("taken by hand");
         }
-        let leader = killing.seat().await;
+        let leader = killing.start_replica().await;
         let text = spec("waves: [{size: rest}]");
         leader.replica.start("base", &text, GUESTS).await;
         leader.replica.wait("base", v1::Phase::Completed).await;
@@ -106,19 +112,19 @@ impl Killing {
     }
 
     /// Starts a replica, which leads as soon as no other does.
-    pub async fn seat(&mut self) -> Seat {
-        self.seats += 1;
-        let name = format!("seat-{}", self.seats);
+    pub async fn start_replica(&mut self) -> ProxiedReplica {
+        self.replicas += 1;
+        let name = format!("replica-{}", self.replicas);
         let etcd = self.fleet.etcd.addresses();
         let proxy = Proxy::start(etcd.replace("http://", "")).await;
         let mut command = self.fleet.bare_command(&name);
         // A held replica must not notice that its lease has ended.
         command.args(["--lease-seconds", "60", "--etcd", &proxy.url]);
         let replica = Replica::spawn(command, self.fleet.path(&format!("{name}.sock")));
-        Seat { replica, proxy }
+        ProxiedReplica { replica, proxy }
     }
 
-    /// Starts the killed host again, and waits until it is registered anew.
+    /// Starts the killed daemon again, and waits until it has registered the host.
     pub async fn restart_host(&mut self) {
         let store = self.fleet.etcd.store();
         let key = "registry/host-0/host";
@@ -128,13 +134,8 @@ impl Killing {
         };
         let before = created().await;
         self.fleet.start_host(0);
-        let registered = async {
-            while [None, before].contains(&created().await) {
-                tokio::time::sleep(Duration::from_millis(10)).await;
-            }
-        };
-        let registered = tokio::time::timeout(PATIENCE, registered).await;
-        registered.expect("the host registers in time");
+        let registered = async || created().await.filter(|now| Some(*now) != before);
+        eventually("the host registers", registered).await;
     }
 
     /// Returns the name of the next rollout, which begins.
@@ -167,14 +168,14 @@ impl Killing {
     }
 
     /// Kills the leader with this term, and waits until the next replica leads.
-    pub async fn take_over(&self, leader: Seat, term: Revision, next: &Seat) {
+    pub async fn take_over(&self, leader: ProxiedReplica, term: Revision, next: &ProxiedReplica) {
         drop(leader);
         self.fleet.etcd.end_term(term).await;
         next.replica.logged(" leads").await;
     }
 
     /// Gives the commands that a person would give until the rollout ends, and checks the guests.
-    pub async fn finish(&mut self, leader: &Seat, name: &str, goal: Goal, place: &str) {
+    pub async fn finish(&mut self, leader: &ProxiedReplica, name: &str, goal: Goal, place: &str) {
         let row = self.rows.entry(place.to_owned()).or_default();
         row.kills += 1;
         let ended = tokio::time::timeout(PATIENCE, self.drive(leader, name, goal, place)).await;
@@ -202,7 +203,7 @@ impl Killing {
         }
     }
 
-    async fn drive(&mut self, leader: &Seat, name: &str, goal: Goal, place: &str) {
+    async fn drive(&mut self, leader: &ProxiedReplica, name: &str, goal: Goal, place: &str) {
         let replica = &leader.replica;
         let rollout = || name.to_owned();
         let mut client = replica.rollouts();
@@ -223,11 +224,8 @@ impl Killing {
                 Goal::AbortedAtOnce => true,
             };
             let made = match found.phase() {
-                v1::Phase::Planned => start(replica, name, found.digest).await,
-                v1::Phase::Running if aborts => {
-                    let rollout = rollout();
-                    client.abort(v1::AbortRequest { rollout }).await.map(drop)
-                }
+                v1::Phase::Planned => replica.start_planned(name, found.digest).await,
+                v1::Phase::Running if aborts => abort(&mut client, name).await,
                 v1::Phase::Completed if as_wanted == GUESTS => {
                     for guest in 0..GUESTS as usize {
                         let changes = self.changes(guest);
@@ -270,7 +268,7 @@ impl Killing {
 
     /// Prints the kills, ends the claims and holds of the other owners, and checks that there were
     /// no further ones.
-    pub async fn end(self, leader: Seat, monitor: &mut Option<Monitor>) {
+    pub async fn end(self, leader: ProxiedReplica, monitor: &mut Option<Monitor>) {
         println!("{:<44}{:>6}{:>6}", "killed", "times", "lost");
         for (place, row) in &self.rows {
             println!("{place:<44}{:>6}{:>6}", row.kills, row.lost);
@@ -296,25 +294,10 @@ impl Killing {
 
 /// Waits until the replica knows all guests. A host that was killed has registered them again.
 async fn knows_all_guests(replica: &Replica) {
-    let known = async {
-        loop {
-            let hosts = replica.hosts().await.expect("it leads");
-            if hosts.iter().map(|host| host.guests).sum::<u32>() == GUESTS {
-                return;
-            }
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
+    let knows = async || {
+        let hosts = replica.hosts().await.expect("it leads");
+        let guests: u32 = hosts.iter().map(|host| host.guests).sum();
+        (guests == GUESTS).then_some(())
     };
-    let known = tokio::time::timeout(PATIENCE, known).await;
-    known.expect("it knows them in time");
-}
-
-/// Starts a planned rollout.
-pub async fn start(replica: &Replica, name: &str, digest: String) -> Result<(), Status> {
-    let start = v1::StartRequest {
-        rollout: name.to_owned(),
-        digest,
-        ..Default::default()
-    };
-    replica.rollouts().start(start).await.map(drop)
+    eventually("the replica knows all guests", knows).await;
 }

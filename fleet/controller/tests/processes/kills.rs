@@ -7,12 +7,14 @@
 use std::time::Duration;
 
 use patchbay_proto::fleet::v1;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use tonic::Status;
 
 use super::fleet::Replica;
-use super::killing::{GUESTS, Goal, Killing, Seat, start};
+use super::killing::{GUESTS, Goal, Killing, ProxiedReplica, state};
 use super::proxy::{Place, Side};
+use super::setup::abort;
+use Saved::{Phase, State};
 
 /// The variable that gives the number of kills at random times.
 const RANDOM_KILLS: &str = "PATCHBAY_TEST_FLEET_KILLS";
@@ -42,98 +44,66 @@ impl Step {
     }
 }
 
-/// A request to etcd: its name, the command that leads to it, a part of its text, and the number of
-/// its occurrence.
-type Request = (&'static str, Step, &'static str, usize);
+/// The part of a record by which the request that saves it is found.
+#[derive(Clone, Copy)]
+enum Saved {
+    /// The phase in the rollout's record.
+    Phase(&'static str),
+    /// The state in a guest's record.
+    State(&'static str),
+}
 
-/// The requests before and after which the leader is killed. Claims are sent to a guest once its
-/// record contains `Claiming`, and its answer is saved as `AsWanted`. In the same way, the release
-/// of a guest begins with `Releasing` and ends with `Released`.
-const REQUESTS: [Request; 15] = [
-    ("the plan", Step::Plan, r#""phase":"Planned""#, 1),
+impl Saved {
+    fn text(self) -> String {
+        match self {
+            Self::Phase(json) => format!(r#""phase":{json}"#),
+            Self::State(name) => state(name),
+        }
+    }
+}
+
+/// A request to etcd: its name, a part of its text, and the number of its occurrence.
+type Request = (&'static str, Saved, usize);
+
+/// The requests before and after which the leader is killed, by the command that leads to them.
+/// Claims are sent to a guest once its record contains `Claiming`, and its answer is saved as
+/// `AsWanted`. In the same way, the release of a guest begins with `Releasing` and ends with
+/// `Released`.
+const REQUESTS: [(Step, &[Request]); 5] = [
+    (Step::Plan, &[("the plan", Phase(r#""Planned""#), 1)]),
     (
-        "the start",
         Step::Start,
-        r#""phase":{"Running":"Changing"}"#,
-        1,
+        &[
+            ("the start", Phase(r#"{"Running":"Changing"}"#), 1),
+            ("the claims of a guest", State("Claiming"), 2),
+            ("the answer of a guest", State("AsWanted"), 2),
+            ("the end of the last wave", Phase(r#""Completed""#), 1),
+        ],
     ),
     (
-        "the claims of a guest",
-        Step::Start,
-        r#""state":{"Claiming""#,
-        2,
-    ),
-    (
-        "the answer of a guest",
-        Step::Start,
-        r#""state":{"AsWanted""#,
-        2,
-    ),
-    (
-        "the end of the last wave",
-        Step::Start,
-        r#""phase":"Completed""#,
-        1,
-    ),
-    (
-        "the undo",
         Step::Undo,
-        r#""phase":{"Reverting":"Undone"}"#,
-        1,
+        &[
+            ("the undo", Phase(r#"{"Reverting":"Undone"}"#), 1),
+            ("the releases", State("Releasing"), 1),
+            ("a released guest", State("Released"), 2),
+            ("the end", Phase(r#"{"Ended":"Undone"}"#), 1),
+        ],
     ),
     (
-        "the releases of the undo",
-        Step::Undo,
-        r#""state":{"Releasing""#,
-        1,
-    ),
-    (
-        "a released guest of the undo",
-        Step::Undo,
-        r#""state":{"Released""#,
-        2,
-    ),
-    (
-        "the end of the undo",
-        Step::Undo,
-        r#""phase":{"Ended":"Undone"}"#,
-        1,
-    ),
-    (
-        "the abort",
         Step::Abort,
-        r#""phase":{"Reverting":"Aborted"}"#,
-        1,
+        &[
+            ("the abort", Phase(r#"{"Reverting":"Aborted"}"#), 1),
+            ("the releases", State("Releasing"), 1),
+            ("a released guest", State("Released"), 1),
+            ("the end", Phase(r#"{"Ended":"Aborted"}"#), 1),
+        ],
     ),
     (
-        "the releases of the abort",
-        Step::Abort,
-        r#""state":{"Releasing""#,
-        1,
-    ),
-    (
-        "a released guest of the abort",
-        Step::Abort,
-        r#""state":{"Released""#,
-        1,
-    ),
-    (
-        "the end of the abort",
-        Step::Abort,
-        r#""phase":{"Ended":"Aborted"}"#,
-        1,
-    ),
-    (
-        "the claims of a guest, then an abort",
         Step::StartAndAbort,
-        r#""state":{"Claiming""#,
-        2,
-    ),
-    (
-        "the answer of a guest, then an abort",
-        Step::StartAndAbort,
-        r#""state":{"AsWanted""#,
-        2,
+        &[
+            ("the claims of a guest", State("Claiming"), 2),
+            ("the answer of a guest", State("AsWanted"), 2),
+        ],
     ),
 ];
 
@@ -149,9 +119,9 @@ async fn command(replica: &Replica, step: Step, name: &str, digest: String) -> R
                 .await
                 .map(drop)
         }
-        Step::Start | Step::StartAndAbort => start(replica, name, digest).await,
+        Step::Start | Step::StartAndAbort => replica.start_planned(name, digest).await,
         Step::Undo => client.undo(v1::UndoRequest { rollout }).await.map(drop),
-        Step::Abort => client.abort(v1::AbortRequest { rollout }).await.map(drop),
+        Step::Abort => abort(&mut client, name).await,
     }
 }
 
@@ -162,7 +132,7 @@ async fn prepare(replica: &Replica, step: Step, name: &str) -> String {
     }
     let digest = replica.plan(name, &step.goal().spec(), GUESTS).await;
     if matches!(step, Step::Undo | Step::Abort) {
-        let started = start(replica, name, digest.clone()).await;
+        let started = replica.start_planned(name, digest.clone()).await;
         started.expect("started");
     }
     match step {
@@ -175,15 +145,20 @@ async fn prepare(replica: &Replica, step: Step, name: &str) -> String {
 
 /// Kills the leader before the request arrives at etcd, or before its answer arrives. Returns the
 /// next leader.
-async fn kill_at(killing: &mut Killing, leader: Seat, request: Request, side: Side) -> Seat {
-    let (what, step, text, occurrence) = request;
-    let place = format!("{side:?} {what}");
+async fn kill_at(
+    killing: &mut Killing,
+    leader: ProxiedReplica,
+    step: Step,
+    (what, saved, occurrence): Request,
+    side: Side,
+) -> ProxiedReplica {
+    let (text, place) = (saved.text(), format!("{step:?}, {side:?} {what}"));
     let name = killing.next_name();
-    let next = killing.seat().await;
+    let next = killing.start_replica().await;
     let digest = prepare(&leader.replica, step, &name).await;
     let term = killing.fleet.etcd.term().await;
     leader.proxy.hold(Place {
-        text,
+        text: text.clone(),
         occurrence,
         side,
     });
@@ -192,7 +167,7 @@ async fn kill_at(killing: &mut Killing, leader: Seat, request: Request, side: Si
         // A call that must not be made before the change is saved would arrive now.
         killing.fleet.ask_guests(0).await;
         if side == Side::After {
-            killing.stored(&name, text, occurrence).await;
+            killing.stored(&name, &text, occurrence).await;
         }
     };
     // The command has an answer if its change is saved earlier than that of the request.
@@ -213,35 +188,37 @@ async fn kill_at(killing: &mut Killing, leader: Seat, request: Request, side: Si
 /// Stops the host, and kills the leader after it has saved that it begins to call the host. The
 /// host continues when the next leader leads. It may then find the calls of both, because nothing
 /// shows whether a call was sent.
-async fn kill_with_late_call(killing: &mut Killing, leader: Seat, step: Step) -> Seat {
+async fn kill_with_late_call(
+    killing: &mut Killing,
+    leader: ProxiedReplica,
+    step: Step,
+) -> ProxiedReplica {
     let text = match step {
-        Step::Undo => r#""state":{"Releasing""#,
-        _ => r#""state":{"Claiming""#,
+        Step::Undo => state("Releasing"),
+        _ => state("Claiming"),
     };
     let name = killing.next_name();
-    let next = killing.seat().await;
+    let next = killing.start_replica().await;
     let digest = prepare(&leader.replica, step, &name).await;
     let term = killing.fleet.etcd.term().await;
-    let host = &killing.fleet.hosts[0].as_ref().expect("started").0;
-    let host = Pid::from_child(host);
-    kill_process(host, Signal::STOP).expect("it runs");
+    killing.fleet.signal_host(0, Signal::STOP);
     let answer = command(&leader.replica, step, &name, digest).await;
     answer.expect("legal");
-    killing.stored(&name, text, 1).await;
+    killing.stored(&name, &text, 1).await;
     killing.take_over(leader, term, &next).await;
-    kill_process(host, Signal::CONT).expect("it is stopped");
+    killing.fleet.signal_host(0, Signal::CONT);
     let place = format!("{step:?}, its call is not read");
     killing.finish(&next, &name, step.goal(), &place).await;
     next
 }
 
 /// Kills the leader, and sometimes its host too, at a random time after the command.
-async fn kill_at_random(killing: &mut Killing, leader: Seat) -> Seat {
+async fn kill_at_random(killing: &mut Killing, leader: ProxiedReplica) -> ProxiedReplica {
     let step = fastrand::choice([Step::Start, Step::StartAndAbort, Step::Undo, Step::Abort])
         .expect("not empty");
     let delay = MAX_DELAY.mul_f64(fastrand::f64());
     let name = killing.next_name();
-    let next = killing.seat().await;
+    let next = killing.start_replica().await;
     let digest = prepare(&leader.replica, step, &name).await;
     let term = killing.fleet.etcd.term().await;
     tokio::select! {
@@ -272,9 +249,11 @@ async fn controllers_that_are_killed_at_each_place() {
     let Some((mut killing, mut leader, mut monitor)) = Killing::start(None).await else {
         return;
     };
-    for request in REQUESTS {
-        for side in [Side::Before, Side::After] {
-            leader = kill_at(&mut killing, leader, request, side).await;
+    for (step, requests) in REQUESTS {
+        for request in requests {
+            for side in [Side::Before, Side::After] {
+                leader = kill_at(&mut killing, leader, step, *request, side).await;
+            }
         }
     }
     for step in [Step::Start, Step::StartAndAbort, Step::Undo] {

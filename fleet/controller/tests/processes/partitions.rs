@@ -8,7 +8,7 @@ use patchbay_proto::fleet::v1;
 use rustix::process::Signal;
 
 use super::etcd::{Etcd, PORT};
-use super::fleet::{PATIENCE, ProcessFleet, Replica, spec};
+use super::fleet::{PATIENCE, ProcessFleet, Replica, eventually, spec};
 use super::network::{Network, Side};
 
 /// The links that are cut. In the first two cases a majority of the members stays connected.
@@ -214,16 +214,11 @@ async fn a_change_of_an_earlier_leader_that_arrives_late_is_refused() {
     let term = test.fleet.etcd.term().await;
     test.network.cut(11, Side::Clients);
     test.go_on(1);
-    let unsent = |is_reached: fn(u64) -> bool| {
-        let first = &first;
-        let reached = async move {
-            while !is_reached(unacknowledged(first)) {
-                tokio::time::sleep(Duration::from_millis(10)).await;
-            }
-        };
-        tokio::time::timeout(PATIENCE, reached)
+    let unsent = async |what: &str, is_reached: fn(u64) -> bool| {
+        let look = async || is_reached(unacknowledged(&first)).then_some(());
+        eventually(what, look).await;
     };
-    unsent(|bytes| bytes > RECORD).await.expect("it saves");
+    unsent("it saves", |bytes| bytes > RECORD).await;
     first.signal(Signal::STOP);
     test.fleet.etcd.end_term(term).await;
     let next = test.replica(12, "1");
@@ -236,7 +231,7 @@ async fn a_change_of_an_earlier_leader_that_arrives_late_is_refused() {
     let before = test.records().await;
     test.network.heal(11, Side::Clients);
     // The kernel repeats what the stopped process has sent.
-    unsent(|bytes| bytes == 0).await.expect("it arrives");
+    unsent("the change arrives", |bytes| bytes == 0).await;
     first.signal(Signal::CONT);
     first.logged("this replica does not lead").await;
     drop(next);

@@ -507,16 +507,8 @@ approvals: [{min: 2}]
     );
     let said = approve(4242);
     assert!(said.contains("approved by [\"uid:4242\"]"), "{said}");
-    let request = v1::StartRequest {
-        rollout: "net".to_owned(),
-        digest,
-        ..Default::default()
-    };
-    replica
-        .rollouts()
-        .start(request)
-        .await
-        .expect("two approve");
+    let started = replica.start_planned("net", digest).await;
+    started.expect("two approve");
     let rollout = replica.wait("net", v1::Phase::Completed).await;
     assert_eq!(rollout.approvals, ["uid:4242", "uid:0"]);
 }

@@ -125,12 +125,8 @@ async fn a_host_that_does_not_let_the_controller_assert_changes_nothing() {
     let digest = replica.plan("net", &wave, 1).await;
     fleet.hosts[0] = None;
     fleet.start_host(0);
-    let start = v1::StartRequest {
-        rollout: "net".to_owned(),
-        digest,
-        break_glass: false,
-    };
-    replica.rollouts().start(start).await.expect("started");
+    let started = replica.start_planned("net", digest).await;
+    started.expect("started");
     not_yet(&replica, "net", "may_assert").await;
     assert_eq!(fleet.changes(0), []);
 }

@@ -14,7 +14,7 @@ use super::fleet::PATIENCE;
 /// The maximum length of the text of a place.
 const MAX_TEXT: usize = 128;
 
-/// The last request that passes, or the first that does not.
+/// The part of a call at which the connections are held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// The request does not arrive at etcd.
@@ -24,11 +24,11 @@ pub enum Side {
 }
 
 /// The place at which all connections are held.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Place {
     /// A part of the request. It is not found if it is divided between two DATA frames, because
     /// the bytes of the second frame's header are then inside it.
-    pub text: &'static str,
+    pub text: String,
     /// The number of the occurrence at which the connections are held, from 1.
     pub occurrence: usize,
     pub side: Side,

@@ -7,7 +7,7 @@ use patchbay_proto::fleet::v1;
 use patchbay_proto::v1 as guest;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 
-use super::fleet::{PATIENCE, ProcessFleet, Replica, channel, spec};
+use super::fleet::{PATIENCE, ProcessFleet, Replica, channel, eventually, spec};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn of_two_hosts_with_one_name_the_second_waits_for_the_first_to_go() {
@@ -52,12 +52,8 @@ async fn a_guest_that_changes_its_host_is_found_by_its_boot() {
     fleet.registered(2, 1).await;
     fleet.monitors[1] = Some(fleet.monitor_process(1, 0, false));
     fleet.registered(2, 2).await;
-    let start = v1::StartRequest {
-        rollout: "net".to_owned(),
-        digest,
-        ..Default::default()
-    };
-    replica.rollouts().start(start).await.expect("started");
+    let started = replica.start_planned("net", digest).await;
+    started.expect("started");
     let rollout = replica.wait("net", v1::Phase::Completed).await;
     let moved = rollout
         .guests
@@ -99,16 +95,11 @@ async fn the_guests_of_a_host_that_has_died_are_unknown_until_it_is_back() {
 
 /// Waits until this many guests of the first wave of "net" are unknown.
 async fn unknown(replica: &Replica, guests: u32) -> v1::Rollout {
-    let wanted = async {
-        loop {
-            let rollout = replica.wait("net", v1::Phase::Completed).await;
-            if rollout.waves[0].unknown == guests {
-                return rollout;
-            }
-        }
+    let wanted = async || {
+        let rollout = replica.wait("net", v1::Phase::Completed).await;
+        (rollout.waves[0].unknown == guests).then_some(rollout)
     };
-    let wanted = tokio::time::timeout(PATIENCE, wanted).await;
-    wanted.expect("in time")
+    eventually(&format!("{guests} guests are unknown"), wanted).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -123,17 +114,11 @@ async fn a_guest_that_joins_late_is_changed_if_the_spec_says_so() {
     replica.wait("net", v1::Phase::Completed).await;
     fleet.monitors.push(None);
     fleet.monitors[1] = Some(fleet.monitor_process(1, 0, false));
-    let joined = async {
-        loop {
-            let rollout = replica.wait("net", v1::Phase::Completed).await;
-            if rollout.waves.len() == 2 {
-                return rollout;
-            }
-        }
+    let joined = async || {
+        let rollout = replica.wait("net", v1::Phase::Completed).await;
+        (rollout.waves.len() == 2).then_some(rollout)
     };
-    let joined = tokio::time::timeout(PATIENCE, joined)
-        .await
-        .expect("in time");
+    let joined = eventually("there is a second wave", joined).await;
     assert_eq!(joined.waves[1].as_wanted, 1, "{joined:?}");
     assert_eq!(fleet.changes(1), [(0, 1)]);
     // Undo releases both waves.
@@ -184,17 +169,10 @@ async fn a_guest_whose_key_another_owner_changes_is_soon_not_as_wanted() {
 
 /// Waits until the guest of "net" is in this phase.
 async fn phase(replica: &Replica, expected: v1::GuestPhase) -> v1::RolloutGuest {
-    let mut last = None;
-    let reached = async {
-        loop {
-            let rollout = replica.wait("net", v1::Phase::Completed).await;
-            let found = rollout.guests.into_iter().next().expect("a member");
-            if found.phase() == expected {
-                return found;
-            }
-            last = Some(found);
-        }
+    let reached = async || {
+        let rollout = replica.wait("net", v1::Phase::Completed).await;
+        let found = rollout.guests.into_iter().next().expect("a member");
+        (found.phase() == expected).then_some(found)
     };
-    let reached = tokio::time::timeout(PATIENCE, reached).await;
-    reached.unwrap_or_else(|_| panic!("the guest is never {expected:?}: {last:?}"))
+    eventually(&format!("the guest is {expected:?}"), reached).await
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use patchbay_proto::fleet::v1;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::etcd::Etcd;
 use super::fleet::{LIBFAKETIME, PATIENCE, ProcessFleet, Replica, spec};
@@ -103,22 +103,16 @@ async fn a_tenth_of_the_guests_that_does_not_answer_is_left_and_changed_later() 
     let replica = fleet.replica("replica", &[]);
     let text = spec("waves: [{size: rest}]\ngates: [{max_errors: 10, on_failure: abort}]");
     let digest = replica.plan("net", &text, 10).await;
-    let host = &fleet.hosts[3].as_ref().expect("started").0;
-    let host = Pid::from_child(host);
-    kill_process(host, Signal::STOP).expect("stopped");
-    let start = v1::StartRequest {
-        rollout: "net".to_owned(),
-        digest,
-        ..Default::default()
-    };
-    replica.rollouts().start(start).await.expect("started");
+    fleet.signal_host(3, Signal::STOP);
+    let started = replica.start_planned("net", digest).await;
+    started.expect("started");
     let rollout = replica.wait("net", v1::Phase::Completed).await;
     let wave = &rollout.waves[0];
     assert_eq!((wave.as_wanted, wave.not_yet), (9, 1), "{rollout:?}");
     for guest in (0..10).filter(|guest| *guest != 3) {
         assert_eq!(fleet.changes(guest), [(0, 1)], "guest {guest}");
     }
-    kill_process(host, Signal::CONT).expect("goes on");
+    fleet.signal_host(3, Signal::CONT);
     fleet.registered(10, 10).await;
     fix(&replica, "web-3").await;
     let changes = fleet.changes(3);

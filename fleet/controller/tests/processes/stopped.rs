@@ -138,12 +138,8 @@ async fn a_standalone_controller_that_is_killed_in_a_write_loses_nothing() {
         let is_planned = found.phase() == v1::Phase::Planned;
         assert!(!is_planned || !is_started, "an answered start is lost");
         if is_planned {
-            let start = v1::StartRequest {
-                rollout: name.clone(),
-                digest: found.digest,
-                ..Default::default()
-            };
-            controller.rollouts().start(start).await.expect("started");
+            let started = controller.start_planned(&name, found.digest).await;
+            started.expect("started");
         }
         controller.wait(&name, v1::Phase::Completed).await;
         controller.undo(&name).await;
