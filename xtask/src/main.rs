@@ -29,6 +29,7 @@ mod test;
 mod test_durations;
 mod test_run;
 mod test_runner;
+mod tracked;
 
 use std::ffi::OsString;
 use std::path::PathBuf;

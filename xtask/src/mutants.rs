@@ -6,10 +6,11 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{ExitCode, Stdio};
 
 use anyhow::{Context, Result, bail};
 
+use crate::tracked::{self, git};
 use crate::{cargo, host, simulate};
 
 /// The folder of the patches, relative to the repository.
@@ -87,27 +88,11 @@ fn all(repository: &Path) -> Result<Vec<Mutant>> {
 /// Makes `tree` a copy of the working tree. A file with the same content is not written, so that
 /// cargo does not build it again.
 fn copy(tree: &Path) -> Result<()> {
-    let mut list = git(&host::repository());
-    list.args([
-        "ls-files",
-        "-z",
-        "--cached",
-        "--others",
-        "--exclude-standard",
-    ]);
-    let listed = list.output().context("cannot run git")?;
-    if !listed.status.success() {
-        bail!("{list:?} failed");
-    }
-    let names = String::from_utf8(listed.stdout)?;
-    let names: BTreeSet<&str> = names.split_terminator('\0').collect();
+    let names = tracked::files(&host::repository())?;
+    let names: BTreeSet<&str> = names.iter().map(String::as_str).collect();
     remove_others(tree, tree, &names)?;
     for name in names {
         let (from, to) = (host::repository().join(name), tree.join(name));
-        // A file that was deleted may still be in the index.
-        if !from.is_file() {
-            continue;
-        }
         let content = std::fs::read(&from)?;
         if std::fs::read(&to).is_ok_and(|before| before == content) {
             continue;
@@ -151,12 +136,6 @@ fn apply(tree: &Path, mutant: &Mutant, arguments: &[&str]) -> Result<()> {
         );
     }
     Ok(())
-}
-
-fn git(folder: &Path) -> Command {
-    let mut command = Command::new("git");
-    command.args(["-c", "safe.directory=*"]).current_dir(folder);
-    command
 }
 
 /// Builds the simulation in the tree, and returns the seed that finds the fault: that of the

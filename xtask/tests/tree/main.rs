@@ -4,9 +4,10 @@
 mod comments;
 mod documents;
 mod errors;
+#[path = "../../src/tracked.rs"]
+mod tracked;
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 /// The repository's root.
 fn root() -> PathBuf {
@@ -16,22 +17,5 @@ fn root() -> PathBuf {
 
 /// The files of the working tree that git does not ignore, relative to the root.
 fn files() -> Vec<String> {
-    let output = Command::new("git")
-        .args([
-            "-c",
-            "safe.directory=*",
-            "ls-files",
-            "-z",
-            "--cached",
-            "--others",
-            "--exclude-standard",
-        ])
-        .current_dir(root())
-        .output()
-        .expect("git runs");
-    assert!(output.status.success(), "{output:?}");
-    let names = String::from_utf8(output.stdout).unwrap();
-    let names = names.split_terminator('\0').map(str::to_owned);
-    // A file that was deleted may still be in the index.
-    names.filter(|name| root().join(name).exists()).collect()
+    tracked::files(&root()).unwrap()
 }
