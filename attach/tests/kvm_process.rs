@@ -3,6 +3,9 @@
 
 mod support;
 
+use support::foreign;
+use support::kill::kill_with;
+
 #[test]
 fn the_kernels_map_is_qemus() {
     support::process::same_map();
@@ -25,22 +28,22 @@ fn memory_slots_that_change() {
 
 #[test]
 fn a_guest_of_firecracker() {
-    support::foreign::counting_firecracker();
+    foreign::counting(foreign::counting_firecracker);
 }
 
 #[test]
 fn a_guest_of_firecracker_in_its_jail() {
-    support::foreign::jailed_firecracker();
+    foreign::counting(foreign::jailed_firecracker);
 }
 
 #[test]
 fn a_guest_of_cloud_hypervisor() {
-    support::foreign::counting_cloud_hypervisor();
+    foreign::counting(foreign::counting_cloud_hypervisor);
 }
 
 #[test]
 fn a_guest_of_libkrun() {
-    support::foreign::counting_libkrun();
+    foreign::counting(foreign::counting_libkrun);
 }
 
 #[test]
@@ -66,6 +69,24 @@ fn processes_whose_guest_cannot_be_attached_to() {
 #[test]
 fn kill() {
     support::kill::kill_by_process();
+}
+
+#[test]
+fn kill_with_firecracker() {
+    kill_with("kill_with_firecracker", foreign::jailed_firecracker);
+}
+
+#[test]
+fn kill_with_cloud_hypervisor() {
+    kill_with(
+        "kill_with_cloud_hypervisor",
+        foreign::counting_cloud_hypervisor,
+    );
+}
+
+#[test]
+fn kill_with_libkrun() {
+    kill_with("kill_with_libkrun", foreign::counting_libkrun);
 }
 
 #[test]

@@ -83,6 +83,7 @@ const MONITORS: &str = "PATCHBAY_TEST_MONITORS";
 const LIBKRUN: &[(&str, &str)] = &[
     ("patchbay-attach::linux_process", "a_guest_of_libkrun"),
     ("patchbay-attach::kvm_process", "a_guest_of_libkrun"),
+    ("patchbay-attach::kvm_process", "kill_with_libkrun"),
 ];
 
 /// The tests of a project outside of the workspace.

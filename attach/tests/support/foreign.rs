@@ -21,6 +21,7 @@ use serde_json::json;
 use super::process::{host, readable};
 use super::programs::{self, program};
 use super::stock::{self, Boot};
+use super::storm::{self, Size};
 use super::{
     Accelerator, COUNTER, DEADLINE, END, Memory, Process, SCRATCH, checked, count, keys_of,
     options, until,
@@ -81,7 +82,7 @@ pub fn counter(folder: &Path) -> PathBuf {
 }
 
 /// Attaches to a guest as soon as its monitor has started it.
-fn attached(pid: u32) -> Arc<QemuGuest> {
+pub fn attached(pid: u32) -> Arc<QemuGuest> {
     let options = Options {
         target: host(pid),
         ..options(PathBuf::new(), PauseWay::Freeze, Accelerator::Kvm)
@@ -113,11 +114,48 @@ pub fn requests(guest: &QemuGuest) -> Vec<u64> {
     pages.into_iter().map(request).collect()
 }
 
+/// A monitor whose guest with 2 vCPUs counts.
+pub struct Counting {
+    monitor: Monitor,
+    name: String,
+}
+
+/// The process of a monitor, killed on drop.
+enum Monitor {
+    Child(Process),
+    Other(Other),
+}
+
+impl Counting {
+    fn started(monitor: &mut Command, name: &str) -> Self {
+        let monitor = Process(monitor.spawn().expect("the monitor starts"));
+        Self {
+            monitor: Monitor::Child(monitor),
+            name: name.to_owned(),
+        }
+    }
+
+    pub fn pid(&self) -> u32 {
+        match &self.monitor {
+            Monitor::Child(child) => child.id(),
+            Monitor::Other(other) => other.0,
+        }
+    }
+}
+
+/// Tests the guest of a monitor that `start` starts.
+pub fn counting(start: fn(&Path) -> Option<Counting>) {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    if let Some(monitor) = start(folder.path()) {
+        counts(&monitor);
+    }
+}
+
 /// Tests memory, pause and registers of a monitor whose guest counts, and checks that the monitor
 /// keeps running. Then shuts the guest down.
-fn counts(pid: u32, name: &str) {
-    let guest = attached(pid);
-    assert_eq!(guest.description().name, name);
+fn counts(monitor: &Counting) {
+    let guest = attached(monitor.pid());
+    assert_eq!(guest.description().name, monitor.name);
     assert_eq!(guest.description().vcpus, 2);
     assert_eq!(guest.description().memory_bytes, END);
     let runs = || {
@@ -158,45 +196,35 @@ pub fn configuration(folder: &Path, kernel: &Path, vsock: &Path) -> PathBuf {
     path
 }
 
-/// Tests Firecracker with its seccomp filters.
-pub fn counting_firecracker() {
-    let folder = tempfile::tempdir().expect("temporary folder");
-    let Some(program) = readable()
-        .then(|| program("firecracker", folder.path()))
-        .flatten()
-    else {
-        return;
-    };
-    let vsock = folder.path().join("v.sock");
-    let config = configuration(folder.path(), &counter(folder.path()), &vsock);
+/// Starts Firecracker with its seccomp filters.
+pub fn counting_firecracker(folder: &Path) -> Option<Counting> {
+    let program = || program("firecracker", folder);
+    let program = readable().then(program).flatten()?;
+    let vsock = folder.join("v.sock");
+    let config = configuration(folder, &counter(folder), &vsock);
     let mut monitor = Command::new(program);
     monitor.args(["--no-api", "--id", "counter-1", "--config-file"]);
-    let monitor = monitor.arg(config).stdin(Stdio::null()).spawn();
-    let monitor = Process(monitor.expect("it starts"));
-    counts(monitor.id(), "counter-1");
+    monitor.arg(config).stdin(Stdio::null());
+    Some(Counting::started(&mut monitor, "counter-1"))
 }
 
-/// Tests Cloud Hypervisor.
-pub fn counting_cloud_hypervisor() {
-    let folder = tempfile::tempdir().expect("temporary folder");
-    let program = || program("cloud-hypervisor", folder.path());
-    let Some(program) = readable().then(program).flatten() else {
-        return;
-    };
+/// Starts Cloud Hypervisor.
+pub fn counting_cloud_hypervisor(folder: &Path) -> Option<Counting> {
+    let program = || program("cloud-hypervisor", folder);
+    let program = readable().then(program).flatten()?;
     let mut monitor = Command::new(program);
-    monitor.arg("--kernel").arg(counter(folder.path()));
+    monitor.arg("--kernel").arg(counter(folder));
     monitor.args(["--cpus", "boot=2", "--memory", "size=64M"]);
     monitor.args(["--console", "off", "--serial", "off", "--api-socket"]);
-    let monitor = monitor.arg(folder.path().join("counter-1.sock")).spawn();
-    let monitor = Process(monitor.expect("it starts"));
-    counts(monitor.id(), "counter-1");
+    monitor.arg(folder.join("counter-1.sock"));
+    Some(Counting::started(&mut monitor, "counter-1"))
 }
 
-/// Returns the command that runs a guest with libkrun and 2 vCPUs. `more` is the kernel's command
-/// line, and the path of its initramfs if it has one.
-fn libkrun_command(program: PathBuf, memory: u64, kernel: &Path, more: &[&OsStr]) -> Command {
+/// Returns the command that runs a guest with libkrun. `more` is the kernel's command line, and the
+/// path of its initramfs if it has one.
+fn libkrun_command(program: PathBuf, size: &Size, kernel: &Path, more: &[&OsStr]) -> Command {
     let mut monitor = Command::new(program);
-    monitor.args(["2", &(memory >> 20).to_string()]);
+    monitor.args([size.vcpus.to_string(), size.mib.to_string()]);
     monitor.arg(kernel).args(more).stdin(Stdio::null());
     monitor
 }
@@ -213,18 +241,19 @@ fn is_listed(pid: u32, memory: u64) {
     assert_eq!(row.verdict, Verdict::Yes);
 }
 
-/// Tests libkrun.
-pub fn counting_libkrun() {
-    let folder = tempfile::tempdir().expect("temporary folder");
-    let Some(program) = readable().then(libkrun_guest).flatten() else {
-        return;
+/// Starts libkrun.
+pub fn counting_libkrun(folder: &Path) -> Option<Counting> {
+    let program = readable().then(libkrun_guest).flatten()?;
+    let size = Size {
+        vcpus: 2,
+        mib: END >> 20,
     };
-    let kernel = counter(folder.path());
-    let monitor = libkrun_command(program, END, &kernel, &[OsStr::new("unused")]).spawn();
-    let monitor = Process(monitor.expect("it starts"));
-    drop(attached(monitor.id()));
-    is_listed(monitor.id(), END);
-    counts(monitor.id(), &format!("libkrun-guest-{}", monitor.id()));
+    let mut monitor = libkrun_command(program, &size, &counter(folder), &[OsStr::new("unused")]);
+    let mut counting = Counting::started(&mut monitor, "");
+    counting.name = format!("libkrun-guest-{}", counting.pid());
+    drop(attached(counting.pid()));
+    is_listed(counting.pid(), END);
+    Some(counting)
 }
 
 /// A process that is no child of this one, killed on drop.
@@ -279,16 +308,22 @@ pub fn jailed(folder: &Path) -> Option<(Other, PathBuf)> {
     Some((Other(pid.trim().parse().expect("a number")), root))
 }
 
-/// Tests Firecracker in its jail.
-pub fn jailed_firecracker() {
-    let folder = tempfile::tempdir().expect("temporary folder");
-    if let Some((monitor, _)) = jailed(folder.path()) {
-        counts(monitor.0, "jailed-1");
-    }
+/// Starts Firecracker in its jail.
+pub fn jailed_firecracker(folder: &Path) -> Option<Counting> {
+    let (monitor, _) = jailed(folder)?;
+    Some(Counting {
+        monitor: Monitor::Other(monitor),
+        name: "jailed-1".to_owned(),
+    })
 }
 
-/// Flips keys of a stock kernel without involving its monitor. Compares the discovered keys with
-/// those in the kernel's file.
+/// Prepares a guest that changes keys of its own.
+fn prepare() -> Option<Boot> {
+    readable().then(|| Boot::with(storm::INIT, &[], Vec::new()))?
+}
+
+/// Flips keys of a stock kernel without involving its monitor, also while the guest changes keys.
+/// Compares the discovered keys and sites with those in the kernel's file.
 async fn flips(boot: &Boot, pid: u32, name: &str) {
     let guest = attached(pid);
     println!("{:?}", guest.description());
@@ -306,7 +341,9 @@ async fn flips(boot: &Boot, pid: u32, name: &str) {
     for key in &listed.keys {
         assert!(known.contains(&*key.name), "{key:?} is not the kernel's");
     }
+    storm::same_as_in_the_file(&keys, &report);
     stock::turns_off(&keys, queries).await;
+    storm::storm(&keys, name).await;
     boot.is_silent();
     conformance::lifecycle(&guest);
 }
@@ -323,7 +360,7 @@ fn vmlinux(boot: &Boot) -> PathBuf {
 /// Flips keys of a stock kernel in another monitor. `command` completes the monitor's command line.
 /// It is given the kernel as an ELF file.
 async fn foreign(name: &str, command: impl Fn(&mut Command, &Boot, &Path)) {
-    let Some(boot) = readable().then(Boot::prepare).flatten() else {
+    let Some(boot) = prepare() else {
         return;
     };
     let Some(program) = program(name, boot.folder.path()) else {
@@ -339,10 +376,12 @@ async fn foreign(name: &str, command: impl Fn(&mut Command, &Boot, &Path)) {
 
 /// Tests QEMU with a stock kernel.
 pub async fn qemu() {
-    let Some(boot) = readable().then(Boot::prepare).flatten() else {
+    let Some(boot) = prepare() else {
         return;
     };
-    if let Some(qemu) = boot.start(Accelerator::Kvm, Memory::Private, &[]) {
+    let Size { vcpus, mib } = Size::given();
+    let size = ["-smp", &vcpus.to_string(), "-m", &format!("{mib}M")];
+    if let Some(qemu) = boot.start(Accelerator::Kvm, Memory::Private, &size) {
         flips(&boot, qemu.child.id(), "QEMU").await;
     }
 }
@@ -350,6 +389,7 @@ pub async fn qemu() {
 /// Tests Firecracker with a stock kernel.
 pub async fn firecracker() {
     foreign("firecracker", |command, boot, vmlinux| {
+        let Size { vcpus, mib } = Size::given();
         let config = json!({
             "boot-source": {
                 "kernel_image_path": vmlinux,
@@ -357,7 +397,7 @@ pub async fn firecracker() {
                 "boot_args": format!("{} pci=off reboot=k", Boot::COMMAND_LINE),
             },
             "drives": [],
-            "machine-config": { "vcpu_count": 2, "mem_size_mib": 512 },
+            "machine-config": { "vcpu_count": vcpus, "mem_size_mib": mib },
         });
         let path = boot.folder.path().join("config.json");
         fs::write(&path, config.to_string()).expect("room");
@@ -373,6 +413,7 @@ pub async fn firecracker() {
 /// Tests Cloud Hypervisor with a stock kernel.
 pub async fn cloud_hypervisor() {
     foreign("cloud-hypervisor", |command, boot, vmlinux| {
+        let Size { vcpus, mib } = Size::given();
         let path = |path: &Path| path.display().to_string();
         let serial = format!("file={}", boot.console.display());
         command
@@ -390,21 +431,24 @@ pub async fn cloud_hypervisor() {
                 "--serial",
                 &serial,
             ])
-            .args(["--cpus", "boot=2", "--memory", "size=512M"]);
+            .arg("--cpus")
+            .arg(format!("boot={vcpus}"))
+            .arg("--memory")
+            .arg(format!("size={mib}M"));
     })
     .await;
 }
 
 /// Tests libkrun with a stock kernel.
 pub async fn libkrun() {
-    let Some(boot) = readable().then(Boot::prepare).flatten() else {
+    let Some(boot) = prepare() else {
         return;
     };
     let Some(program) = libkrun_guest() else {
         return;
     };
     let more = [OsStr::new(Boot::COMMAND_LINE), boot.initrd.as_os_str()];
-    let mut monitor = libkrun_command(program, 512 << 20, &vmlinux(&boot), &more);
+    let mut monitor = libkrun_command(program, &Size::given(), &vmlinux(&boot), &more);
     let console = File::create(&boot.console).expect("room");
     let monitor = Process(monitor.stdout(console).spawn().expect("the monitor starts"));
     flips(&boot, monitor.id(), "libkrun").await;

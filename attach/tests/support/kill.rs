@@ -3,7 +3,7 @@
 //! and has no partial change.
 
 use std::os::unix::process::ExitStatusExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,13 +21,17 @@ use serde_json::Value;
 use static_keys::Write;
 use static_keys::instruction::replace;
 
+use super::foreign::{self, Counting};
 use super::{
-    Accelerator, DEADLINE, Memory, Qemu, SCRATCH, begun, checked, foreign, options, process,
+    Accelerator, DEADLINE, Memory, Qemu, SCRATCH, begun, checked, count, options, process, until,
 };
 
 /// The variable that makes the test's program run as the attacher to kill:
 /// `TARGET:PAUSE:ACCELERATOR:STATE:TURNS`. The target is a socket or a process's id.
 const ATTACHER: &str = "PATCHBAY_TEST_ATTACHER";
+
+/// The variable that gives the number of times that each way of attaching is tested; 1 without it.
+const ROUNDS: &str = "PATCHBAY_TEST_MONITOR_KILLS";
 
 /// The number of keys of the interrupted change.
 const KEYS: u64 = 4096;
@@ -58,6 +62,15 @@ const STATES: [State; 6] = [
     State::Resuming,
 ];
 
+/// The guest whose attachers are killed.
+struct Victim<'q> {
+    /// The name of the test, which the attacher's process runs too.
+    test: &'static str,
+    accelerator: Accelerator,
+    /// The monitor, if it is a QEMU.
+    qemu: Option<&'q Qemu>,
+}
+
 /// Runs the test. The attacher runs in a second process of the same program.
 pub fn kill(accelerator: Accelerator) {
     if let Ok(word) = std::env::var(ATTACHER) {
@@ -67,7 +80,8 @@ pub fn kill(accelerator: Accelerator) {
         return;
     };
     process::counting(&qemu);
-    kill_each(&qemu, &[Freeze, Qmp].map(|pause| qemu.options(pause)));
+    let victim = Victim::of_qemu(&qemu);
+    kill_each(&victim, &[Freeze, Qmp].map(|pause| qemu.options(pause)));
 }
 
 /// Does the same as [`kill()`] with attachers that do not ask QEMU.
@@ -80,11 +94,52 @@ pub fn kill_by_process() {
     }
     if let Some(qemu) = Qemu::start(Accelerator::Kvm, Memory::SharedMemfd) {
         process::counting(&qemu);
-        kill_each(&qemu, &[process::by_process(&qemu)]);
+        kill_each(&Victim::of_qemu(&qemu), &[process::by_process(&qemu)]);
     }
 }
 
-fn kill_each(qemu: &Qemu, ways: &[Options]) {
+/// Does the same with a monitor that does not cooperate. `test` is the name of the test.
+pub fn kill_with(test: &'static str, start: fn(&Path) -> Option<Counting>) {
+    if let Ok(word) = std::env::var(ATTACHER) {
+        attacher(&word);
+    }
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let Some(monitor) = start(folder.path()) else {
+        return;
+    };
+    let victim = Victim {
+        test,
+        accelerator: Accelerator::Kvm,
+        qemu: None,
+    };
+    let guest = foreign::attached(monitor.pid());
+    victim.runs(&guest);
+    drop(guest);
+    let options = Options {
+        target: process::host(monitor.pid()),
+        ..options(PathBuf::new(), Freeze, Accelerator::Kvm)
+    };
+    kill_each(&victim, &[options]);
+}
+
+impl<'q> Victim<'q> {
+    fn of_qemu(qemu: &'q Qemu) -> Self {
+        Self {
+            test: "kill",
+            accelerator: qemu.accelerator,
+            qemu: Some(qemu),
+        }
+    }
+
+    /// Waits until the guest has counted further.
+    fn runs(&self, guest: &QemuGuest) {
+        let before = count(guest);
+        until("the guest counts on", || count(guest) != before);
+    }
+}
+
+fn kill_each(victim: &Victim<'_>, ways: &[Options]) {
+    let rounds = std::env::var(ROUNDS).map_or(1, |rounds| rounds.parse().expect("a number"));
     for options in ways {
         for state in STATES {
             let times = match state {
@@ -92,10 +147,12 @@ fn kill_each(qemu: &Qemu, ways: &[Options]) {
                 State::Discovering | State::Stopping => 2,
                 State::Writing | State::Checking | State::Resuming => 4,
             };
-            for time in 0..times {
-                kill_attacher(qemu, options, state, turns(state, time));
-                assert_runs(qemu, options);
+            for time in 0..times * rounds {
+                kill_attacher(victim, options, state, turns(state, time));
+                assert_runs(victim, options);
             }
+            let way = options.pause;
+            println!("{way:?}, {state:?}: {} kills", times * rounds);
         }
     }
 }
@@ -105,19 +162,20 @@ fn kill_each(qemu: &Qemu, ways: &[Options]) {
 fn turns(state: State, time: u64) -> u64 {
     const MULTIPLIER: u64 = 6_364_136_223_846_793_005;
     let seed = time * 16 + state as u64;
-    (seed.wrapping_mul(MULTIPLIER) >> 33) % 1024 * time
+    (seed.wrapping_mul(MULTIPLIER) >> 33) % 1024 * (time % 8)
 }
 
 /// Starts an attacher that kills itself in a state, and waits for its end.
-fn kill_attacher(qemu: &Qemu, options: &Options, state: State, turns: u64) {
+fn kill_attacher(victim: &Victim<'_>, options: &Options, state: State, turns: u64) {
     let pause = options.pause;
     let target = match &options.target {
         Target::Host { pid, .. } => pid.to_string(),
-        _ => qemu.socket("qmp").display().to_string(),
+        Target::Qmp(socket, _) => socket.display().to_string(),
+        other => panic!("no test attaches to {other:?}"),
     };
-    let accelerator = qemu.accelerator;
+    let accelerator = victim.accelerator;
     let status = Command::new(std::env::current_exe().expect("a program"))
-        .args(["--exact", "kill", "--nocapture"])
+        .args(["--exact", victim.test, "--nocapture"])
         .env(
             ATTACHER,
             format!("{target}:{pause:?}:{accelerator:?}:{state:?}:{turns}"),
@@ -130,20 +188,23 @@ fn kill_attacher(qemu: &Qemu, options: &Options, state: State, turns: u64) {
 }
 
 /// Checks that the guest runs without a further command, and that the next attacher can stop it.
-fn assert_runs(qemu: &Qemu, options: &Options) {
+fn assert_runs(victim: &Victim<'_>, options: &Options) {
     let end = Instant::now() + DEADLINE;
     // The watchdog resumes the guest and then closes the monitor's socket.
-    while qemu.other("query-status", Value::Null)["status"] != "running" {
+    while victim
+        .qemu
+        .is_some_and(|qemu| qemu.other("query-status", Value::Null)["status"] != "running")
+    {
         assert!(Instant::now() < end, "nobody resumes the guest");
     }
     let guest = super::qemu::attached(options, DEADLINE, "after a kill");
-    qemu.runs(&guest);
+    victim.runs(&guest);
     drop(guest.pause(DEADLINE).expect("it can be stopped"));
-    if qemu.accelerator == Accelerator::Kvm {
+    if victim.accelerator == Accelerator::Kvm {
         guest.monitor().registers(DEADLINE).expect("they run");
         assert_eq!(foreign::requests(&guest), [0, 0]);
     }
-    qemu.runs(&guest);
+    victim.runs(&guest);
     let found = |write: &Write<Place>| {
         let mut bytes = [0; 5];
         let found = &mut bytes[..write.length];

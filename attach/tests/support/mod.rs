@@ -27,6 +27,7 @@ mod qemu;
 pub mod relay;
 pub mod rollout;
 pub mod stock;
+mod storm;
 pub mod supervised;
 pub mod tcg;
 pub mod trace;

@@ -181,7 +181,7 @@ impl Boot {
         let folder = tempfile::tempdir().expect("temporary folder");
         let path = |name: &str| folder.path().join(name);
         let mut files = Archive::default();
-        for folder in ["dev", "bin", "sys"] {
+        for folder in ["dev", "bin", "sys", "proc"] {
             files.directory(folder);
         }
         files.character_device("dev/console", 5, 1);

@@ -36,7 +36,7 @@ const BESIDE: [&str; 3] = [
 const SHARED: &str = "/kobject";
 /// The number of keys that are read at the same time.
 const READERS: usize = 16;
-/// Of the keys that no transaction changes, one of this many is checked. An answer takes several
+/// One of this many keys that no transaction changes is checked. An answer takes several
 /// milliseconds in an emulated computer, and the kernel has thousands of keys.
 const SPARSE: usize = 8;
 /// The time between two attempts while the guest reboots.
