@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests unpatched kernels of a distribution, whose keys the monitor discovers.
 //!
-//! `PATCHBAY_STOCK_FLIPS` sets the number of the host's transactions in the storm (default 200),
+//! `PATCHBAY_STOCK_FLIPS` sets the number of the host's transactions in the storm (default 40),
 //! and `PATCHBAY_STOCK_REBOOTS` the number of the guest's reboots meanwhile (default 1).
 
 /// Defines a test for each kernel that only `cargo xtask test --kernels all` provides.

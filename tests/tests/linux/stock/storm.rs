@@ -47,7 +47,7 @@ const DISCOVERY_LIMIT: Duration = Duration::from_secs(120);
 /// Checks the host's transactions while the guest switches its own keys, including some that the
 /// host switches, loads and unloads modules, and starts its kernel again by kexec. Each transaction
 /// is made as a whole in one kernel or not at all, no change is carried over to the next kernel,
-/// each site agrees with its key, and no kernel complains.
+/// the sites of each key that is checked agree with it, and no kernel complains.
 #[tokio::test]
 async fn guest_and_host_flip_the_keys_of_an_unpatched_kernel_that_reboots() -> Result<()> {
     let Some(kernel) = StockKernel::named("6_12") else {
