@@ -43,7 +43,7 @@ fn a_guest_of_cloud_hypervisor() {
 
 #[test]
 fn a_guest_of_libkrun() {
-    foreign::counting(foreign::counting_libkrun);
+    foreign::counting(foreign::listed_libkrun);
 }
 
 #[test]

@@ -23,8 +23,8 @@ use super::programs::{self, program};
 use super::stock::{self, Boot};
 use super::storm::{self, Size};
 use super::{
-    Accelerator, COUNTER, DEADLINE, END, Memory, Process, SCRATCH, checked, count, keys_of,
-    options, until,
+    Accelerator, COUNTER, DEADLINE, END, Memory, Process, SCRATCH, checked, count, counts_on,
+    keys_of, options, until,
 };
 
 /// The code of a guest that counts.
@@ -158,10 +158,7 @@ fn counts(monitor: &Counting) {
     assert_eq!(guest.description().name, monitor.name);
     assert_eq!(guest.description().vcpus, 2);
     assert_eq!(guest.description().memory_bytes, END);
-    let runs = || {
-        let before = count(&guest);
-        until("the guest counts on", || count(&guest) != before);
-    };
+    let runs = || counts_on(&guest);
     runs();
     conformance::memory(guest.ram(), SCRATCH, END);
     conformance::pause(&*guest, || vec![count(&guest)]);
@@ -241,6 +238,14 @@ fn is_listed(pid: u32, memory: u64) {
     assert_eq!(row.verdict, Verdict::Yes);
 }
 
+/// Starts libkrun, and checks that `patchbay host list` describes its guest.
+pub fn listed_libkrun(folder: &Path) -> Option<Counting> {
+    let counting = counting_libkrun(folder)?;
+    drop(attached(counting.pid()));
+    is_listed(counting.pid(), END);
+    Some(counting)
+}
+
 /// Starts libkrun.
 pub fn counting_libkrun(folder: &Path) -> Option<Counting> {
     let program = readable().then(libkrun_guest).flatten()?;
@@ -251,8 +256,6 @@ pub fn counting_libkrun(folder: &Path) -> Option<Counting> {
     let mut monitor = libkrun_command(program, &size, &counter(folder), &[OsStr::new("unused")]);
     let mut counting = Counting::started(&mut monitor, "");
     counting.name = format!("libkrun-guest-{}", counting.pid());
-    drop(attached(counting.pid()));
-    is_listed(counting.pid(), END);
     Some(counting)
 }
 
@@ -343,8 +346,15 @@ async fn flips(boot: &Boot, pid: u32, name: &str) {
     }
     storm::same_as_in_the_file(&keys, &report);
     stock::turns_off(&keys, queries).await;
+    // Some kernels warn while they boot.
+    let complaints = boot.complaints();
     storm::storm(&keys, name).await;
     boot.is_silent();
+    assert_eq!(
+        boot.complaints(),
+        complaints,
+        "the guest's kernel complains"
+    );
     conformance::lifecycle(&guest);
 }
 

@@ -276,8 +276,7 @@ fn believes(word: &str) {
         ..super::options(socket.into(), PauseWay::Freeze, Accelerator::Kvm)
     };
     let guest = attach(&options).expect("attached");
-    let before = super::count(&guest);
-    until("the guest counts on", || super::count(&guest) != before);
+    super::counts_on(&guest);
     let found = guest.monitor().registers(DEADLINE).expect("they run");
     assert!(CODE.contains(&found[0].rip), "{found:x?}");
     announce(&guest, BEFORE, AFTER);

@@ -99,6 +99,12 @@ fn count(guest: &QemuGuest) -> u64 {
     guest.ram().read_u64(COUNTER).expect("RAM") & 0xffff_ffff
 }
 
+/// Waits until the guest has counted further.
+fn counts_on(guest: &QemuGuest) {
+    let before = count(guest);
+    until("the guest counts on", || count(guest) != before);
+}
+
 /// Tests each kind of memory of QEMU.
 pub fn memory(accelerator: Accelerator) {
     for (memory, mapped) in [

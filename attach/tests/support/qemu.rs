@@ -15,7 +15,7 @@ use patchbay_attach::{Options, PauseWay, Target, attach};
 use patchbay_service::keys::Keys;
 use serde_json::Value;
 
-use super::{BOOT_SECTOR, DEADLINE, count, keys_of, tcg, until};
+use super::{BOOT_SECTOR, DEADLINE, counts_on, keys_of, tcg, until};
 
 /// The accelerator that runs the vCPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -191,8 +191,7 @@ impl Qemu {
 
     /// Waits until the guest has counted further.
     pub fn runs(&self, guest: &QemuGuest) {
-        let before = count(guest);
-        until("the guest counts on", || count(guest) != before);
+        counts_on(guest);
     }
 
     /// Attaches, and returns the service for the guest's keys too.

@@ -250,6 +250,12 @@ impl Boot {
     fn printed(&self) -> usize {
         occurrences(&self.console, Self::PRINTED)
     }
+
+    /// Returns the number of the kernel's complaints on the console.
+    pub fn complaints(&self) -> usize {
+        let words = ["WARNING:", "BUG:", "Oops"].into_iter();
+        words.map(|word| occurrences(&self.console, word)).sum()
+    }
 }
 
 /// Checks that keys are found, and that a key can be changed and changed back. Then resets the

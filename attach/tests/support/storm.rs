@@ -1,30 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs a storm: the host changes keys of a guest again and again, while the guest changes keys of
-//! its own, some of which are the host's too.
+//! Runs a storm: the host changes keys of a guest again and again, while the guest changes some of
+//! the same keys.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use patchbay_kernel_image::Report;
-use patchbay_service::keys::{KeyDetails, KeyUpdate, Keys, ListQuery, UpdateRequest};
-use static_keys::{Branch, Op};
+use patchbay_service::keys::{
+    KeyDetails, KeyUpdate, Keys, ListQuery, Selection, UpdateOutcome, UpdateRequest,
+};
+use static_keys::{Branch, Op, Patterns};
 
 use super::{DEADLINE, until};
 
-/// The number of transactions. If it is given, all keys and sites are compared with the kernel's
-/// file and checked after the storm, and otherwise one of [`SPARSE`] keys.
+/// The variable that gives the number of transactions. With it, the sites of all keys are compared
+/// with the kernel's file and checked after the storm, and otherwise those of one in [`SPARSE`]
+/// keys.
 const FLIPS: &str = "PATCHBAY_TEST_MONITOR_FLIPS";
-/// Describing a key with its sites takes about 10 ms in an emulated computer.
+/// One of this many keys is checked, because describing a key with its sites takes about 10 ms in
+/// an emulated computer.
 const SPARSE: usize = 16;
-/// The guest's number of vCPUs and its memory in MiB, separated by a comma.
+/// The variable that gives the guest's number of vCPUs and its memory in MiB, separated by a comma.
 const GUEST: &str = "PATCHBAY_TEST_MONITOR_GUEST";
+/// Timeout for a change while the guest changes its own keys.
+const LIMIT: Duration = Duration::from_secs(10);
 /// The prefix of the names of the keys that the guest changes.
-const SHARED: &str = "drivers/base/";
-/// The prefixes of the names of the keys that the host changes.
-const CHANGED: [&str; 3] = [SHARED, "fs/", "kernel/"];
-/// Changes the keys of [`SHARED`] again and again. Otherwise the same as the first program of other
-/// guests.
+const SHARED: &str = "drivers/base/core.c/";
+/// The keys that the host changes, those of [`SHARED`] among them.
+const CHANGED: [&str; 3] = ["drivers/base/core.c/*", "fs/*.c/*", "kernel/*.c/*"];
+/// Changes the keys of [`SHARED`] again and again. Otherwise it does the same as the first program
+/// of [`super::stock::Boot::prepare`].
 pub const INIT: &[u8] = b"#!/bin/busybox sh
 /bin/busybox mount -t sysfs s /sys
 /bin/busybox mount -t proc p /proc
@@ -32,7 +38,7 @@ pub const INIT: &[u8] = b"#!/bin/busybox sh
 /bin/busybox echo READY
 while :; do
     for flags in +p -p; do
-        /bin/busybox echo \"file drivers/base/* $flags\" > /proc/dynamic_debug/control
+        /bin/busybox echo \"file drivers/base/core.c $flags\" > /proc/dynamic_debug/control
         /bin/busybox usleep 50000
     done
 done &
@@ -63,7 +69,7 @@ impl Size {
     }
 }
 
-/// Returns the number of transactions, and of how many keys one is checked.
+/// Returns the number of transactions, and the distance from one checked key to the next.
 fn extent() -> (u32, usize) {
     match std::env::var(FLIPS) {
         Ok(flips) => (flips.parse().expect("a number"), 1),
@@ -93,11 +99,6 @@ fn agrees(details: &KeyDetails) {
 /// Compares keys and their sites with those in the kernel's file, apart from code that is freed
 /// after boot.
 pub fn same_as_in_the_file(keys: &Keys, report: &Report) {
-    let query = ListQuery {
-        page_size: 10_000,
-        ..ListQuery::default()
-    };
-    let listed = keys.list(&query).expect("they are found").keys;
     let addresses = |name: &str| {
         let sites = details(keys, name).sites.into_iter();
         sites
@@ -111,11 +112,6 @@ pub fn same_as_in_the_file(keys: &Keys, report: &Report) {
         let Some(first) = expected.first() else {
             continue;
         };
-        assert!(
-            listed.iter().any(|one| *one.name == *key.name),
-            "{} is not found",
-            key.name
-        );
         let init = key.sites.iter().filter(|site| site.init);
         let init: BTreeSet<u64> = init.map(|site| site.address).collect();
         let found = addresses(&key.name);
@@ -130,120 +126,177 @@ pub fn same_as_in_the_file(keys: &Keys, report: &Report) {
         (compared, sites) = (compared + 1, sites + found.len());
     }
     println!(
-        "{compared} of {} keys, with {sites} sites, as in the file, moved by {:#x}",
-        listed.len(),
+        "{compared} keys with {sites} sites as in the file, moved by {:#x}",
         moved.unwrap_or_default()
     );
+    assert!(compared > 100 && sites >= compared);
 }
 
-/// Checks transactions of keys while the guest changes its own. Each is made as a whole or not at
-/// all. Afterwards all keys that the guest does not change are off, as before.
+/// Checks transactions of keys while the guest changes some of the same keys. Each is made as a
+/// whole or not at all, and the guest changes keys between them. Afterwards all keys that the guest
+/// does not change are off, as before.
 ///
-/// Prints a row: the monitor, the guest's vCPUs, MiB and keys, the transactions, attempts and
-/// refusals, the changes of keys and sites, and the time for which the guest was stopped.
+/// Prints a row: the monitor, the guest's vCPUs, its MiB, the number of keys, the transactions,
+/// attempts and refusals, the changes of keys and sites, and the time for which the guest was
+/// stopped.
 pub async fn storm(keys: &Keys, name: &str) {
     let (flips, step) = extent();
+    let is_shared = |name: &str| name.starts_with(SHARED);
     let query = ListQuery {
         page_size: 10_000,
+        keys: Selection {
+            patterns: Patterns::parse(&CHANGED.map(str::to_owned)).expect("well-formed"),
+            ..Selection::default()
+        },
         ..ListQuery::default()
     };
-    let is_shared = |name: &str| name.starts_with(SHARED);
-    until("the guest changes its keys", || {
-        let listed = keys.list(&query).expect("they are found").keys;
-        let mut shared = listed.iter().filter(|key| is_shared(&key.name));
-        shared.any(|key| key.count != 0)
-    });
-    let listed = keys.list(&query).expect("they are found").keys;
-    let lines = listed.iter().filter(|key| {
-        CHANGED.iter().any(|prefix| key.name.starts_with(prefix))
-            && key.name.contains(".c/")
-            && (key.count == 0 || is_shared(&key.name))
-    });
-    let names: Vec<Arc<str>> = lines.map(|key| Arc::clone(&key.name)).collect();
-    let shared = names.iter().filter(|name| is_shared(name)).count();
-    assert!(shared > 20 && names.len() > shared + 20, "{names:?}");
-    let mut on = BTreeSet::new();
+    let listed = || keys.list(&query).expect("they are found").keys;
+    let off = listed().into_iter();
+    let off = off.filter(|key| key.count == 0 || is_shared(&key.name));
+    let names: Vec<Arc<str>> = off.map(|key| key.name).collect();
+    let own: BTreeSet<&Arc<str>> = names.iter().filter(|name| !is_shared(name)).collect();
+    assert!(own.len() > 20 && names.len() > own.len() + 20, "{names:?}");
+    // The state in which the host has left the keys that it has changed.
+    let mut left = BTreeMap::new();
     // The seed is the same in every run.
     let mut random = fastrand::Rng::with_seed(0x9e37_79b9_7f4a_7c15);
-    let (mut made, mut attempts, mut given_up, mut ops, mut sites) = (0_u32, 0, 0_u32, 0, 0);
-    let mut stopped = Vec::new();
-    while made < flips {
+    let mut tally = Tally::default();
+    while tally.made < flips || tally.contended == 0 {
+        assert!(tally.made < flips + 1_000, "the guest changes no key");
         let is_on = random.bool();
         let count = 1 + random.usize(..40);
         let chosen = (0..count).map(|_| &names[random.usize(..names.len())]);
         let chosen: BTreeSet<&Arc<str>> = chosen.collect();
-        let op = if is_on { Op::Enable } else { Op::Disable };
-        let updates = chosen.iter().map(|name| KeyUpdate::new(&***name, op));
-        let outcome = match keys.update(forced(updates.collect())).await {
-            Ok(outcome) => outcome,
-            // The guest changed its own keys until the limit of the change.
-            Err(refusal) => {
-                println!("given up: {}: {refusal}", refusal.reason());
-                given_up += 1;
-                assert!(given_up < 20 + made / 10, "nothing succeeds: {refusal}");
-                continue;
-            }
+        let Some(outcome) = tally.change(keys, &chosen, is_on).await else {
+            continue;
         };
         for result in &outcome.results {
-            assert_eq!(result.count_after != 0, is_on, "{result:?}");
-            if is_shared(&result.key) {
-                continue;
-            }
-            let was = match is_on {
-                true => !on.insert(Arc::clone(&result.key)),
-                false => on.remove(&result.key),
-            };
-            assert_eq!(result.count_before, i32::from(was), "{result:?}");
-        }
-        let report = outcome.report.expect("made");
-        made += 1;
-        attempts += report.attempts;
-        ops += outcome.results.len();
-        sites += outcome.summary.sites_patched;
-        stopped.extend(
-            report
-                .pause
-                .map(|pause| pause.stop + pause.patch + pause.resume),
-        );
-        let own = chosen.into_iter().find(|name| !is_shared(name));
-        own.inspect(|name| agrees(&details(keys, name)));
-    }
-    while !on.is_empty() {
-        let off = on.iter().map(|name| KeyUpdate::new(&**name, Op::Disable));
-        match keys.update(forced(off.collect())).await {
-            Ok(_) => on.clear(),
-            Err(refusal) => {
-                given_up += 1;
-                assert!(given_up < 20 + made / 10, "nothing succeeds: {refusal}");
+            let was = left.insert(Arc::clone(&result.key), is_on);
+            match is_shared(&result.key) {
+                true => {
+                    let changed = was.is_some_and(|was| was != (result.count_before != 0));
+                    tally.contended += u32::from(changed);
+                }
+                false => {
+                    let was = i32::from(was.unwrap_or(false));
+                    assert_eq!(result.count_before, was, "{result:?}");
+                }
             }
         }
+        if let Some(name) = chosen.into_iter().find(|name| !is_shared(name)) {
+            let details = details(keys, name);
+            assert_eq!(details.key.count != 0, is_on, "{name}");
+            agrees(&details);
+        }
     }
-    let own = names.iter().filter(|name| !is_shared(name));
-    for name in own.step_by(step) {
-        let details = details(keys, name);
-        assert_eq!(details.key.count, 0, "{name}");
-        agrees(&details);
+    let on = |name: &&Arc<str>| left.get(*name) == Some(&true);
+    let on: BTreeSet<&Arc<str>> = own.iter().copied().filter(on).collect();
+    let outcome = loop {
+        if let Some(outcome) = tally.change(keys, &on, false).await {
+            break outcome;
+        }
+    };
+    for result in &outcome.results {
+        assert_eq!(result.count_before, 1, "{result:?}");
     }
+    for key in listed().iter().filter(|key| own.contains(&key.name)) {
+        assert_eq!(key.count, 0, "{key:?}");
+    }
+    for name in own.iter().step_by(step) {
+        agrees(&details(keys, name));
+    }
+    let shared = || {
+        let listed = listed().into_iter();
+        let shared = listed.filter(|key| is_shared(&key.name));
+        shared.map(|key| key.count).collect::<Vec<i32>>()
+    };
+    let before = shared();
+    until("the guest still changes its keys", || shared() != before);
     let Size { vcpus, mib } = Size::given();
     println!(
-        "| {name} | {vcpus} | {mib} | {} | {made} | {attempts} | {given_up} | {ops} | {sites} | {} |",
-        listed.len(),
-        percentiles(stopped)
+        "| {name} | {vcpus} | {mib} | {} | {} |",
+        names.len(),
+        tally.row()
     );
 }
 
-/// Returns an update that also drops references that the guest has taken.
-fn forced(updates: Vec<KeyUpdate>) -> UpdateRequest {
-    let end = Instant::now() + DEADLINE;
-    let mut request = UpdateRequest::new(updates, "uid:0".to_owned(), DEADLINE, end);
-    request.force = true;
-    request
+/// The outcomes of the transactions.
+#[derive(Default)]
+struct Tally {
+    made: u32,
+    attempts: u32,
+    given_up: u32,
+    /// The number of times that a key was not as the host had left it.
+    contended: u32,
+    keys: usize,
+    sites: u32,
+    stopped: Vec<Duration>,
 }
 
-/// Returns the 50th and the 99th percentile in microseconds.
-fn percentiles(mut times: Vec<Duration>) -> String {
-    times.sort_unstable();
-    let at = |percent: usize| times.get(times.len() * percent / 100);
-    let micros = |percent| at(percent).map_or(0, Duration::as_micros);
-    format!("{} / {}", micros(50), micros(99))
+impl Tally {
+    /// Makes a transaction, which also drops references that the guest has taken. Returns `None` if
+    /// the guest changed its own keys until the limit.
+    async fn change(
+        &mut self,
+        keys: &Keys,
+        names: &BTreeSet<&Arc<str>>,
+        is_on: bool,
+    ) -> Option<Arc<UpdateOutcome>> {
+        let op = if is_on { Op::Enable } else { Op::Disable };
+        let updates = names.iter().map(|name| KeyUpdate::new(&***name, op));
+        let end = Instant::now() + LIMIT;
+        let caller = "uid:0".to_owned();
+        let mut request = UpdateRequest::new(updates.collect(), caller, DEADLINE, end);
+        request.force = true;
+        let outcome = match keys.update(request).await {
+            Ok(outcome) => outcome,
+            Err(refusal) => {
+                assert_eq!(refusal.reason(), "GUEST_BUSY", "{refusal}");
+                println!("given up: {refusal}");
+                self.given_up += 1;
+                assert!(
+                    self.given_up < 20 + self.made / 10,
+                    "nothing succeeds: {refusal}"
+                );
+                return None;
+            }
+        };
+        let mut results = outcome.results.iter();
+        assert!(
+            results.all(|result| (result.count_after != 0) == is_on),
+            "{outcome:?}"
+        );
+        assert_eq!(outcome.results.len(), names.len());
+        let report = outcome.report.as_ref().expect("made");
+        self.made += 1;
+        self.attempts += report.attempts;
+        self.keys += names.len();
+        self.sites += report.sites_patched;
+        let stopped = report
+            .pause
+            .map(|pause| pause.stop + pause.patch + pause.resume);
+        self.stopped.extend(stopped);
+        Some(outcome)
+    }
+
+    /// Returns the cells of a row. Of the times, it has the 50th and the 99th percentile in
+    /// microseconds.
+    fn row(mut self) -> String {
+        self.stopped.sort_unstable();
+        let at = |percent: usize| self.stopped.get(self.stopped.len() * percent / 100);
+        let micros = |percent| at(percent).map_or(0, Duration::as_micros);
+        let Self {
+            made,
+            attempts,
+            given_up,
+            keys,
+            sites,
+            ..
+        } = self;
+        format!(
+            "{made} | {attempts} | {given_up} | {keys} | {sites} | {} / {}",
+            micros(50),
+            micros(99)
+        )
+    }
 }

@@ -163,14 +163,13 @@ fn a_seed_repeats_its_run() {
 
 /// Replaces the names of ledgers, 8 hexadecimal digits, which no seed determines.
 fn without_ledgers(event: &str) -> String {
-    let is_ledger =
-        |word: &str| word.len() == 8 && word.bytes().all(|byte| byte.is_ascii_hexdigit());
-    let words = event.split_inclusive([' ', ',', ';']);
-    let shown = words.map(
-        |word| match is_ledger(word.trim_end_matches([' ', ',', ';'])) {
+    let is_digit = |byte: u8| byte.is_ascii_hexdigit();
+    let shown = event.split_inclusive([' ', ',', ';']).map(|word| {
+        let name = word.trim_end_matches([' ', ',', ';']);
+        match name.len() == 8 && name.bytes().all(is_digit) {
             true => "ledger ",
             false => word,
-        },
-    );
+        }
+    });
     shown.collect()
 }

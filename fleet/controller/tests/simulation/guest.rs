@@ -151,7 +151,7 @@ pub struct Ends {
 /// The inaccuracy of those times.
 const TICK: Millis = 1_000;
 
-/// The time for which a change is reported to stop a guest.
+/// The reported time for which a change stops a guest, if it does.
 const PAUSE_NANOS: i32 = 20_000;
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -431,11 +431,12 @@ impl Guest {
         let mut answer = runtime.block_on(set_claims(&service.keys, request, principal));
         if kill == Kill::Never {
             // The measured times would differ from run to run of one seed.
-            let report = answer
-                .as_mut()
-                .ok()
-                .and_then(|answer| answer.report.as_mut());
-            if let Some(report) = report {
+            if let Ok(v1::SetClaimsResponse {
+                report: Some(report),
+                ..
+            }) = &mut answer
+                && report.paused
+            {
                 report.stop_time = Some(prost_types::Duration {
                     seconds: 0,
                     nanos: PAUSE_NANOS,
